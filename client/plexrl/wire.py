@@ -1,0 +1,156 @@
+"""Conversions between the wire's messages and Python values; shared by client, controller and worker.
+
+Knows the generated messages and numpy, nothing of gRPC channels or servers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from numpy.typing import NDArray
+
+from plexrl.v1 import types_pb2 as t
+
+ERROR_DOMAIN = "plexrl"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
+# Both ends of every channel take the same options, so that a message one side may send the other may receive.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_DTYPES = {t.DTYPE_INT32: np.dtype("<i4"), t.DTYPE_FLOAT32: np.dtype("<f4")}
+_WIRE_DTYPES = {"int32": t.DTYPE_INT32, "float32": t.DTYPE_FLOAT32}
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+
+class WireError(ValueError):
+    """A message that cannot be what its schema says: wrong dtype, shape or byte count."""
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """What a `google.rpc.Status` says: canonical code, stable reason, sentence, and when to retry."""
+
+    code: int
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None
+
+
+def tensor(array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> t.Tensor:
+    """Packs an array as a Tensor of dtype "int32" or "float32", little-endian, row-major."""
+    wire_dtype = _WIRE_DTYPES[dtype]
+    packed = np.ascontiguousarray(array, dtype=_DTYPES[wire_dtype])
+    return t.Tensor(dtype=wire_dtype, shape=packed.shape, data=packed.tobytes())
+
+
+def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.generic]:
+    """Unpacks a Tensor, read-only and without a copy.
+
+    Raises WireError when dtype, shape or byte count disagree; `name` says which field in the message.
+    """
+    want = _WIRE_DTYPES[dtype]
+    if message.dtype != want:
+        raise WireError(f"{name}: dtype is {t.DType.Name(message.dtype)}, want {t.DType.Name(want)}")
+    shape = tuple(message.shape)
+    if any(extent < 0 for extent in shape):
+        raise WireError(f"{name}: shape {list(shape)} has a negative extent")
+    numpy_dtype = _DTYPES[want]
+    count = 1
+    for extent in shape:
+        count *= extent
+    if count * numpy_dtype.itemsize != len(message.data):
+        raise WireError(
+            f"{name}: shape {list(shape)} needs {count * numpy_dtype.itemsize} bytes, data has {len(message.data)}"
+        )
+    return np.frombuffer(message.data, dtype=numpy_dtype).reshape(shape)
+
+
+def int32s(message: t.Tensor, *, name: str = "tensor") -> Int32Array:
+    """A one-dimensional int32 Tensor as an array."""
+    return _vector(message, "int32", name).astype(np.int32, copy=False)
+
+
+def float32s(message: t.Tensor, *, name: str = "tensor") -> Float32Array:
+    """A one-dimensional float32 Tensor as an array."""
+    return _vector(message, "float32", name).astype(np.float32, copy=False)
+
+
+def _vector(message: t.Tensor, dtype: str, name: str) -> NDArray[np.generic]:
+    values = array(message, dtype, name=name)
+    if values.ndim != 1:
+        raise WireError(f"{name}: has {values.ndim} axes, want 1")
+    return values
+
+
+def token_batch(sequences: Sequence[Sequence[int] | Int32Array]) -> t.TokenBatch:
+    """Packs token sequences into a ragged batch."""
+    lengths = [len(sequence) for sequence in sequences]
+    flat = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences]) if sequences else np.zeros(0, np.int32)
+    return t.TokenBatch(token_ids=tensor(flat, "int32"), lengths=tensor(lengths, "int32"))
+
+
+def batch_arrays(message: t.TokenBatch, *, name: str = "batch", min_length: int = 1) -> tuple[Int32Array, Int32Array]:
+    """Unpacks a ragged batch into (token_ids int32 [N], lengths int32 [B]).
+
+    Raises WireError when a length is below `min_length` or the lengths do not add up to N.
+    """
+    token_ids = int32s(message.token_ids, name=f"{name}.token_ids")
+    lengths = int32s(message.lengths, name=f"{name}.lengths")
+    if lengths.size and int(lengths.min()) < min_length:
+        raise WireError(f"{name}.lengths: the least is {int(lengths.min())}, want at least {min_length}")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != token_ids.size:
+        raise WireError(f"{name}: lengths add up to {total}, token_ids has {token_ids.size}")
+    return token_ids, lengths
+
+
+def split(values: NDArray[np.generic], lengths: Int32Array) -> list[NDArray[np.generic]]:
+    """Cuts a flat array into views, one per sequence."""
+    return np.split(values, np.cumsum(lengths)[:-1]) if lengths.size else []
+
+
+def kind_of(spec: t.CallSpec) -> t.CallKind:
+    """The CallKind of a spec; WireError when no function is set."""
+    function = spec.WhichOneof("function")
+    if function is None:
+        raise WireError("spec.function: not set, want one of the functions of CallSpec")
+    return t.CallKind.Value(f"CALL_KIND_{function.upper()}")
+
+
+def error_status(info: ErrorInfo) -> status_pb2.Status:
+    """Writes an error as google.rpc.Status with ErrorInfo and, where waiting helps, RetryInfo."""
+    status = status_pb2.Status(code=info.code, message=info.message)
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=info.reason, domain=ERROR_DOMAIN, metadata=dict(info.metadata))
+    )
+    if info.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(info.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def error_info(status: status_pb2.Status) -> ErrorInfo | None:
+    """Reads a google.rpc.Status; None when it is OK. A status without ErrorInfo gets its code's name as reason."""
+    if status.code == code_pb2.OK:
+        return None
+    reason, metadata, retry_after_s = code_pb2.Code.Name(status.code), {}, None
+    for detail in status.details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return ErrorInfo(status.code, reason, status.message, metadata, retry_after_s)
