@@ -187,16 +187,21 @@ class RunCallOrder(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     NEW_CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job."""
     model_id: _builtins.str
     """The model."""
     sequence: _builtins.int
-    """Place in the model's sequence; runs only if exactly one above the last applied, 0 for generate."""
+    """Place in the model's sequence, 0 for generate."""
     weights_version: _builtins.int
     """generate: runs only on this version."""
     new_checkpoint_id: _builtins.str
     """save_checkpoint: the id that the checkpoint gets."""
+    after_sequence: _builtins.int
+    """Sequenced calls: runs only if the last applied sequence is exactly this, else FAILED_PRECONDITION with SEQUENCE_MISMATCH.
+    Differs from sequence - 1 after a failed call: its number stays unused.
+    """
     @_builtins.property
     def call(self) -> _registry_pb2.CallAttempt:
         """The call."""
@@ -215,10 +220,11 @@ class RunCallOrder(_message.Message):
         weights_version: _builtins.int = ...,
         spec: _types_pb2.CallSpec | None = ...,
         new_checkpoint_id: _builtins.str = ...,
+        after_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "sequence", b"sequence", "spec", b"spec", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "sequence", b"sequence", "spec", b"spec", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

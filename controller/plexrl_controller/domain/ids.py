@@ -1,0 +1,12 @@
+"""Identifiers: opaque strings with a type each, so that a job's id cannot be passed for a model's."""
+
+from typing import NewType
+
+JobId = NewType("JobId", str)
+ModelId = NewType("ModelId", str)
+CallId = NewType("CallId", str)
+WorkerId = NewType("WorkerId", str)
+CheckpointId = NewType("CheckpointId", str)
+RequestId = NewType("RequestId", str)
+Tenant = NewType("Tenant", str)
+TokenId = NewType("TokenId", str)

@@ -1,0 +1,212 @@
+"""The controller's records: frozen, one per row, changed only through `lifecycle` or as plain data beside it.
+
+Times are seconds of Unix time. `revision` counts a record's durable changes; the store refuses a change that was made
+from another revision than the stored one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant, TokenId, WorkerId
+from plexrl_controller.domain.states import (
+    CallKind,
+    CallReason,
+    CallState,
+    IntervalKind,
+    JobState,
+    ModelState,
+    Role,
+    WorkerState,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Serialized bytes: inline up to 64 KiB, else a reference into the payload store."""
+
+    sha256: str
+    size_bytes: int
+    inline: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One RLVR run. The lease's end is not here: renewals are frequent, and a restart grants a fresh lease."""
+
+    job_id: JobId
+    tenant: Tenant
+    name: str
+    state: JobState
+    create_time: float
+    lease_s: float
+    weight: float = 1.0
+    slowdown_target: float = 1.3
+    labels: Mapping[str, str] = field(default_factory=dict)
+    end_time: float | None = None
+    message: str = ""
+    client_state: bytes = b""
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An LLM of a job and its place in its sequence. `base`, `settings`, `affinity` are serialized wire messages."""
+
+    model_id: ModelId
+    job_id: JobId
+    tenant: Tenant
+    name: str
+    state: ModelState
+    create_time: float
+    role: int
+    base: bytes
+    settings: bytes
+    affinity: bytes
+    worker_id: WorkerId | None = None
+    worker_incarnation: int = 0
+    weights_version: int = 0
+    """Version of the rollout weights that the worker serves."""
+    applied_sequence: int = 0
+    """Highest sequence number whose effect is in the training state."""
+    due_sequence: int = 1
+    """The number that may run next."""
+    last_sequence: int = 0
+    """Highest number submitted."""
+    failed_sequence: int = 0
+    """Number whose call ended other than SUCCEEDED and blocks the sequence; 0 when it is free."""
+    step: int = 0
+    """Optimizer steps in the training state."""
+    restore_checkpoint_id: CheckpointId | None = None
+    """Checkpoint that holds exactly the present state; None when none does (the base does at applied_sequence 0)."""
+    parameter_count: int = 0
+    state_bytes: int = 0
+    has_tokenizer: bool = False
+    message: str = ""
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One requested function execution. `spec` and `result` hold serialized CallSpec and CallResult."""
+
+    call_id: CallId
+    request_id: RequestId
+    request_hash: str
+    job_id: JobId
+    model_id: ModelId
+    tenant: Tenant
+    kind: CallKind
+    state: CallState
+    sequence: int
+    weights_version: int
+    """generate: the version it resolved to."""
+    spec: Payload | None
+    create_time: float
+    deadline: float
+    reason: CallReason = CallReason.NONE
+    error: bytes | None = None
+    """Serialized google.rpc.Status."""
+    result: Payload | None = None
+    attempt: int = 0
+    lost_attempts: int = 0
+    leader_term: int = 0
+    worker_id: WorkerId | None = None
+    worker_incarnation: int = 0
+    checkpoint_id: CheckpointId | None = None
+    """save_checkpoint: the id its checkpoint gets; load_checkpoint: the id it reads."""
+    start_time: float | None = None
+    end_time: float | None = None
+    acknowledged: bool = False
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker daemon. `capabilities` is a serialized wire message."""
+
+    worker_id: WorkerId
+    name: str
+    state: WorkerState
+    address: str
+    incarnation: int
+    life_nonce: int
+    capabilities: bytes
+    labels: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed copy of a model's full training state."""
+
+    checkpoint_id: CheckpointId
+    model_id: ModelId
+    job_id: JobId
+    tenant: Tenant
+    label: str
+    sequence: int
+    step: int
+    weights_version: int
+    size_bytes: int
+    manifest_sha256: str
+    create_time: float
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stretch of one worker's device time, nanoseconds of Unix time on the worker's clock."""
+
+    kind: IntervalKind
+    worker_id: WorkerId
+    job_id: JobId
+    model_id: ModelId
+    call_id: CallId | None
+    call_kind: CallKind | None
+    start_unix_ns: int
+    end_unix_ns: int
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition of one record, kept for explanation and audit."""
+
+    machine: str
+    record_id: str
+    event: str
+    source: str | None
+    target: str
+    at: float
+    reason: str = ""
+    attempt: int = 0
+    leader_term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token, known by its SHA-256 only."""
+
+    token_id: TokenId
+    token_sha256: str
+    label: str
+    role: Role
+    tenant: Tenant | None
+    revoked: bool = False
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What became of a mutating request that made something other than a call: its key, content hash and resource."""
+
+    scope: str
+    """Tenant, or tenant and job, within which the key is unique."""
+    request_id: RequestId
+    request_hash: str
+    resource_id: str
+    create_time: float
+
+
+Record = Job | Model | Call | Worker | Checkpoint | Token

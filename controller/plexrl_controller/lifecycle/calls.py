@@ -1,0 +1,69 @@
+"""The life of a call: every accepted call reaches a terminal state."""
+
+from enum import Enum, auto
+
+from plexrl_controller.domain.records import Call
+from plexrl_controller.domain.states import CallState as S
+from plexrl_controller.lifecycle.machine import Effect, Machine, row
+
+
+class CallEvent(Enum):
+    """What can happen to a call."""
+
+    DISPATCH = auto()
+    START = auto()
+    YIELD = auto()
+    CONTINUE = auto()
+    SUCCEED = auto()
+    FAIL = auto()
+    LOSE_ATTEMPT = auto()
+    REQUEST_CANCEL = auto()
+    CANCEL = auto()
+    EXPIRE = auto()
+
+
+TERMINAL = frozenset({S.SUCCEEDED, S.FAILED, S.CANCELLED, S.EXPIRED})
+ON_WORKER = frozenset({S.DISPATCHED, S.RUNNING, S.YIELDED, S.CANCELLING})
+_ENDED_BADLY = (Effect.DELIVER, Effect.FAIL_SUCCESSORS, Effect.WAKE_GROUP)
+
+MACHINE: Machine[Call, S, CallEvent] = Machine(
+    name="call",
+    states=S,
+    initial=S.PENDING,
+    terminal=TERMINAL,
+    record_id=lambda call: call.call_id,
+    transitions=(
+        row(CallEvent.DISPATCH, [S.PENDING], S.DISPATCHED, Effect.SEND_ORDER, note="a new attempt is committed"),
+        row(CallEvent.START, [S.DISPATCHED], S.RUNNING, Effect.DELIVER),
+        row(CallEvent.YIELD, [S.RUNNING], S.YIELDED, Effect.WAKE_GROUP),
+        row(CallEvent.CONTINUE, [S.YIELDED], S.RUNNING),
+        row(
+            CallEvent.SUCCEED,
+            [S.DISPATCHED, S.RUNNING, S.CANCELLING],
+            S.SUCCEEDED,
+            Effect.DELIVER,
+            Effect.WAKE_GROUP,
+            note="a result that was ready before the cancel arrived counts",
+        ),
+        row(CallEvent.FAIL, [S.PENDING, S.DISPATCHED, S.RUNNING, S.YIELDED], S.FAILED, *_ENDED_BADLY),
+        row(
+            CallEvent.LOSE_ATTEMPT,
+            [S.DISPATCHED, S.RUNNING, S.YIELDED],
+            S.PENDING,
+            Effect.WAKE_GROUP,
+            note="engine or worker died; the next attempt starts over",
+        ),
+        row(CallEvent.REQUEST_CANCEL, [S.DISPATCHED, S.RUNNING, S.YIELDED], S.CANCELLING, Effect.SEND_ABORT),
+        row(CallEvent.CANCEL, [S.PENDING, S.CANCELLING], S.CANCELLED, *_ENDED_BADLY),
+        row(CallEvent.FAIL, [S.CANCELLING], S.CANCELLED, *_ENDED_BADLY, note="it was ending anyway"),
+        row(CallEvent.LOSE_ATTEMPT, [S.CANCELLING], S.CANCELLED, *_ENDED_BADLY),
+        row(CallEvent.EXPIRE, [S.PENDING], S.EXPIRED, *_ENDED_BADLY),
+        row(
+            CallEvent.EXPIRE,
+            [S.DISPATCHED, S.RUNNING, S.YIELDED, S.CANCELLING],
+            S.EXPIRED,
+            Effect.SEND_ABORT,
+            *_ENDED_BADLY,
+        ),
+    ),
+)

@@ -1,0 +1,162 @@
+"""What the controller asks of durable storage. One leader writes; anybody reads.
+
+Memory is ahead of the store: the leader applies a transition in memory at once, and releases its effects (replies,
+orders, results) only when `commit` has returned. So a commit has no business conflicts: a guard that fails means that
+somebody else wrote, and the leader must stop (LeadershipLost).
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant
+from plexrl_controller.domain.records import (
+    Call,
+    Checkpoint,
+    Event,
+    Interval,
+    Job,
+    Model,
+    Record,
+    Request,
+    Token,
+    Worker,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one commit writes. Applied wholly or not at all.
+
+    `inserts` are new records (revision as given), `updates` carry the changed record and imply the guard
+    "stored revision is lower by the number of updates of that record since". Several updates of one record in a commit
+    are coalesced by the writer, their events are all kept.
+    """
+
+    inserts: tuple[Record, ...] = ()
+    updates: tuple[Record, ...] = ()
+    events: tuple[Event, ...] = ()
+    intervals: tuple[Interval, ...] = ()
+    requests: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What stays of an acknowledged call until its job ends."""
+
+    job_id: JobId
+    request_id: RequestId
+    request_hash: str
+    call_id: CallId
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """Everything a leader needs in memory: live jobs and what belongs to them, workers, tokens."""
+
+    jobs: Sequence[Job] = ()
+    models: Sequence[Model] = ()
+    """Models that are not terminal, of any job."""
+    calls: Sequence[Call] = ()
+    """Calls that are not terminal, or not acknowledged and of a live job."""
+    tombstones: Sequence[Tombstone] = ()
+    """Acknowledged calls of live jobs."""
+    workers: Sequence[Worker] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    tokens: Sequence[Token] = ()
+    requests: Sequence[Request] = ()
+    accounts: Sequence["Account"] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Device seconds charged to a job, summed over its intervals."""
+
+    job_id: JobId
+    busy_s: float = 0.0
+    swap_s: float = 0.0
+    hold_s: float = 0.0
+    swaps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A slice of a listing, newest first."""
+
+    size: int = 100
+    after: str | None = None
+    """Opaque: the `next` of the previous page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """One page of a listing."""
+
+    items: Sequence[T] = field(default_factory=tuple)
+    next: str | None = None
+
+
+class Store(Protocol):
+    """The port. Implementations: `postgres`, and `memory` as its twin in tests and simulation.
+
+    Every method raises Unavailable when the storage does not answer; a commit that raised Unavailable may or may not
+    have happened, and committing the same Changes again is safe (it recognises its own rows).
+    """
+
+    async def acquire_term(self, holder: str) -> int:
+        """Takes leadership: returns a term higher than every earlier one, durable."""
+        ...
+
+    async def load(self) -> LiveState:
+        """Reads what a new leader needs."""
+        ...
+
+    async def commit(self, term: int, changes: Changes) -> None:
+        """Writes `changes` durably, all or nothing. Raises LeadershipLost when `term` is not the newest or a guard fails."""
+        ...
+
+    async def get_job(self, job_id: JobId) -> Job | None:
+        """A job in any state."""
+        ...
+
+    async def get_model(self, model_id: ModelId) -> Model | None:
+        """A model in any state."""
+        ...
+
+    async def get_call(self, call_id: CallId) -> Call | None:
+        """A call in any state; result and spec are gone once acknowledged."""
+        ...
+
+    async def get_checkpoint(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
+        """A committed checkpoint."""
+        ...
+
+    async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
+        """Jobs of a tenant (None: of all), newest first."""
+        ...
+
+    async def list_calls(
+        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
+    ) -> Listing[Call]:
+        """Calls without spec and result, newest first."""
+        ...
+
+    async def list_checkpoints(self, model_id: ModelId) -> Sequence[Checkpoint]:
+        """A model's committed checkpoints, newest first."""
+        ...
+
+    def intervals(
+        self, tenant: Tenant | None, job_id: JobId | None, since_unix_ns: int
+    ) -> AsyncIterator[Sequence[Interval]]:
+        """Device time in batches, oldest first."""
+        ...
+
+    async def events(self, record_id: str) -> Sequence[Event]:
+        """A record's transitions, oldest first."""
+        ...
+
+    async def close(self) -> None:
+        """Releases connections."""
+        ...
