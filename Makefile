@@ -1,0 +1,79 @@
+# Every target sets up what it needs: a machine with Python 3.11 to 3.13, make and a C compiler is enough.
+# Settings: PYTHON=python3.12 picks the interpreter, ENGINE=gpu installs vLLM and torch for CUDA instead of CPU,
+# VENV=dir puts the environment elsewhere.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+ENGINE ?= cpu
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$python && break; \
+	done)
+INSTALLED := $(VENV)/.installed-$(ENGINE)
+BENCH_INSTALLED := $(VENV)/.installed-bench
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | while IFS=$$'\t' read -r target what; do \
+		printf '  make %-16s %s\n' "$$target" "$$what"; done
+
+.PHONY: install
+install: $(INSTALLED) ## create the environment in .venv (the other targets do it by themselves)
+
+# The environment is made again from nothing when its interpreter is gone, and brought up to date when pyproject.toml changes.
+$(INSTALLED): pyproject.toml .ci/install.py
+	@test -n "$(PYTHON)" || { echo "PlexRL needs Python 3.11, 3.12 or 3.13, and none was found. Install one, or say: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; }
+	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),examples,dev
+	@touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),examples,dev,bench
+	@touch $@
+
+.PHONY: demo
+demo: $(INSTALLED) ## two RLVR jobs learn on one worker; what sharing saved, in a table and a picture (6 minutes)
+	@$(BIN)/plexrl demo --out out/demo
+
+.PHONY: demo-smollm2
+demo-smollm2: $(INSTALLED) ## the same with a real pretrained LLM, SmolLM2-135M (25 minutes)
+	@$(BIN)/plexrl demo --smollm2 --out out/demo-smollm2
+
+.PHONY: test
+test: $(INSTALLED) ## all tests, the quick ones first
+	@$(BIN)/python -m pytest -q
+
+.PHONY: test-unit
+test-unit: $(INSTALLED) ## the unit tests alone (seconds)
+	@$(BIN)/python -m pytest -q tests/unit
+
+.PHONY: lint
+lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "make format puts these right:"; $(BIN)/ruff format --check; }
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" .ci/lint-protos
+	@echo "lint: clean"
+
+.PHONY: format
+format: $(INSTALLED) ## put the code in the house format
+	@$(BIN)/ruff check --quiet --fix
+	@$(BIN)/ruff format --quiet
+
+.PHONY: proto
+proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
+	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
+
+.PHONY: bench
+bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
+	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: clean
+clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)
+	@rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
