@@ -121,7 +121,8 @@ class CallServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelCall(self, request, context):
-        """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells.
+        """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells. A sequenced call that
+        ends as CANCELLED blocks its successors like a failed one: they fail with PREDECESSOR_FAILED until ResumeSequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,9 @@ class CallServiceStub:
     WatchCall: _grpc.UnaryStreamMultiCallable[_call_pb2.WatchCallRequest, _call_pb2.Call]
     """Streams a call's changes until it is terminal. A new attempt starts its progress anew and says so by its number."""
     CancelCall: _grpc.UnaryUnaryMultiCallable[_call_pb2.CancelCallRequest, _call_pb2.Call]
-    """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells."""
+    """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells. A sequenced call that
+    ends as CANCELLED blocks its successors like a failed one: they fail with PREDECESSOR_FAILED until ResumeSequence.
+    """
     AckCalls: _grpc.UnaryUnaryMultiCallable[_call_pb2.AckCallsRequest, _call_pb2.AckCallsResponse]
     """Says that results have been taken; they may be dropped. A tombstone stays until the job ends."""
     ListCalls: _grpc.UnaryUnaryMultiCallable[_call_pb2.ListCallsRequest, _call_pb2.ListCallsResponse]
@@ -90,7 +92,9 @@ class CallServiceAsyncStub(CallServiceStub):
     WatchCall: _aio.UnaryStreamMultiCallable[_call_pb2.WatchCallRequest, _call_pb2.Call]  # type: ignore[assignment]
     """Streams a call's changes until it is terminal. A new attempt starts its progress anew and says so by its number."""
     CancelCall: _aio.UnaryUnaryMultiCallable[_call_pb2.CancelCallRequest, _call_pb2.Call]  # type: ignore[assignment]
-    """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells."""
+    """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells. A sequenced call that
+    ends as CANCELLED blocks its successors like a failed one: they fail with PREDECESSOR_FAILED until ResumeSequence.
+    """
     AckCalls: _aio.UnaryUnaryMultiCallable[_call_pb2.AckCallsRequest, _call_pb2.AckCallsResponse]  # type: ignore[assignment]
     """Says that results have been taken; they may be dropped. A tombstone stays until the job ends."""
     ListCalls: _aio.UnaryUnaryMultiCallable[_call_pb2.ListCallsRequest, _call_pb2.ListCallsResponse]  # type: ignore[assignment]
@@ -152,7 +156,9 @@ class CallServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _call_pb2.CancelCallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_call_pb2.Call, _abc.Awaitable[_call_pb2.Call]]:
-        """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells."""
+        """Asks for a call to be ended. Succeeds also when it is terminal already; the returned state tells. A sequenced call that
+        ends as CANCELLED blocks its successors like a failed one: they fail with PREDECESSOR_FAILED until ResumeSequence.
+        """
 
     @_abc_1.abstractmethod
     def AckCalls(

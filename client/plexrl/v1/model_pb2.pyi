@@ -345,6 +345,7 @@ class Model(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Its id."""
     job_id: _builtins.str
@@ -369,6 +370,8 @@ class Model(_message.Message):
     """Bytes of the full state on the device."""
     has_tokenizer: _builtins.bool
     """Whether Tokenize works."""
+    next_sequence: _builtins.int
+    """The number that the next sequenced call must carry: one above the highest submitted."""
     @_builtins.property
     def settings(self) -> Global___ModelSettings:
         """How it is run."""
@@ -404,10 +407,11 @@ class Model(_message.Message):
         state_bytes: _builtins.int = ...,
         has_tokenizer: _builtins.bool = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        next_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "create_time", b"create_time", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "applied_sequence", b"applied_sequence", "create_time", b"create_time", "has_tokenizer", b"has_tokenizer", "job_id", b"job_id", "message", b"message", "model_id", b"model_id", "name", b"name", "parameter_count", b"parameter_count", "residency", b"residency", "role", b"role", "settings", b"settings", "state", b"state", "state_bytes", b"state_bytes", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "applied_sequence", b"applied_sequence", "create_time", b"create_time", "has_tokenizer", b"has_tokenizer", "job_id", b"job_id", "message", b"message", "model_id", b"model_id", "name", b"name", "next_sequence", b"next_sequence", "parameter_count", b"parameter_count", "residency", b"residency", "role", b"role", "settings", b"settings", "state", b"state", "state_bytes", b"state_bytes", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,7 +89,8 @@ class ModelServiceServicer(object):
     """
 
     def CreateModel(self, request, context):
-        """Creates a model and places it on a worker. INVALID_ARGUMENT: the base or a setting is not understood.
+        """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
+        the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
         FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
         UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
         """
@@ -119,7 +120,9 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeSequence(self, request, context):
-        """Lets a sequence go on after a call of it ended other than SUCCEEDED. The next call must carry the returned number.
+        """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
+        calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
+        Changes nothing when the sequence is free.
         FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,8 @@ class ModelServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     CreateModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.CreateModelRequest, _model_pb2.Model]
-    """Creates a model and places it on a worker. INVALID_ARGUMENT: the base or a setting is not understood.
+    """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
+    the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
     FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
     UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
@@ -47,7 +48,9 @@ class ModelServiceStub:
     DeleteModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.DeleteModelRequest, _model_pb2.Model]
     """Takes a model off its worker; its calls are cancelled, its checkpoints stay. Deleting twice is fine."""
     ResumeSequence: _grpc.UnaryUnaryMultiCallable[_model_pb2.ResumeSequenceRequest, _model_pb2.ResumeSequenceResponse]
-    """Lets a sequence go on after a call of it ended other than SUCCEEDED. The next call must carry the returned number.
+    """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
+    calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
+    Changes nothing when the sequence is free.
     FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_model_pb2.TokenizeRequest, _model_pb2.TokenizeResponse]
@@ -67,7 +70,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateModel: _aio.UnaryUnaryMultiCallable[_model_pb2.CreateModelRequest, _model_pb2.Model]  # type: ignore[assignment]
-    """Creates a model and places it on a worker. INVALID_ARGUMENT: the base or a setting is not understood.
+    """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
+    the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
     FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
     UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
@@ -78,7 +82,9 @@ class ModelServiceAsyncStub(ModelServiceStub):
     DeleteModel: _aio.UnaryUnaryMultiCallable[_model_pb2.DeleteModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Takes a model off its worker; its calls are cancelled, its checkpoints stay. Deleting twice is fine."""
     ResumeSequence: _aio.UnaryUnaryMultiCallable[_model_pb2.ResumeSequenceRequest, _model_pb2.ResumeSequenceResponse]  # type: ignore[assignment]
-    """Lets a sequence go on after a call of it ended other than SUCCEEDED. The next call must carry the returned number.
+    """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
+    calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
+    Changes nothing when the sequence is free.
     FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_model_pb2.TokenizeRequest, _model_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -101,7 +107,8 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.CreateModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.Model, _abc.Awaitable[_model_pb2.Model]]:
-        """Creates a model and places it on a worker. INVALID_ARGUMENT: the base or a setting is not understood.
+        """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
+        the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
         FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
         UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
         """
@@ -136,7 +143,9 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.ResumeSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.ResumeSequenceResponse, _abc.Awaitable[_model_pb2.ResumeSequenceResponse]]:
-        """Lets a sequence go on after a call of it ended other than SUCCEEDED. The next call must carry the returned number.
+        """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
+        calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
+        Changes nothing when the sequence is free.
         FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
         """
 

@@ -284,6 +284,8 @@ class _CallReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallReason
     """Failed: the exact version asked for is no longer kept."""
     CALL_REASON_MODEL_DELETED: _CallReason.ValueType  # 21
     """Cancelled: its model was deleted."""
+    CALL_REASON_MODEL_NOT_ACTIVE: _CallReason.ValueType  # 22
+    """Failed: its model could not be built."""
 
 class CallReason(_CallReason, metaclass=_CallReasonEnumTypeWrapper):
     """Why a call waits or how it ended."""
@@ -332,6 +334,8 @@ CALL_REASON_VERSION_GONE: CallReason.ValueType  # 20
 """Failed: the exact version asked for is no longer kept."""
 CALL_REASON_MODEL_DELETED: CallReason.ValueType  # 21
 """Cancelled: its model was deleted."""
+CALL_REASON_MODEL_NOT_ACTIVE: CallReason.ValueType  # 22
+"""Failed: its model could not be built."""
 Global___CallReason: _TypeAlias = CallReason  # noqa: Y015
 
 class _Tier:

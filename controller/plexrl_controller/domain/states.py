@@ -98,6 +98,7 @@ class CallReason(IntEnum):
     CHECKPOINT_CORRUPT = 19
     VERSION_GONE = 20
     MODEL_DELETED = 21
+    MODEL_NOT_ACTIVE = 22
 
 
 class Role(IntEnum):
