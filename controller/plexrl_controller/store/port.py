@@ -30,9 +30,9 @@ T = TypeVar("T")
 class Changes:
     """What one commit writes. Applied wholly or not at all.
 
-    `inserts` are new records (revision as given), `updates` carry the changed record and imply the guard
-    "stored revision is lower by the number of updates of that record since". Several updates of one record in a commit
-    are coalesced by the writer, their events are all kept.
+    `inserts` are new records (revision as given). `updates` carry changed records; several of one record stand in the
+    order of their revisions, without a gap. The guard of each: the stored revision is the one before the first of them.
+    One row write is made of them, their events are all kept.
     """
 
     inserts: tuple[Record, ...] = ()
@@ -40,6 +40,8 @@ class Changes:
     events: tuple[Event, ...] = ()
     intervals: tuple[Interval, ...] = ()
     requests: tuple[Request, ...] = ()
+    commit_id: str = ""
+    """Names the commit, so that a repetition after an uncertain outcome is recognised. The writer gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Store(Protocol):
     """The port. Implementations: `postgres`, and `memory` as its twin in tests and simulation.
 
     Every method raises Unavailable when the storage does not answer; a commit that raised Unavailable may or may not
-    have happened, and committing the same Changes again is safe (it recognises its own rows).
+    have happened. Committing the same Changes again, with nothing between, is safe when they carry a `commit_id`.
     """
 
     async def acquire_term(self, holder: str) -> int:
@@ -114,7 +116,10 @@ class Store(Protocol):
         ...
 
     async def commit(self, term: int, changes: Changes) -> None:
-        """Writes `changes` durably, all or nothing. Raises LeadershipLost when `term` is not the newest or a guard fails."""
+        """Writes `changes` durably, all or nothing.
+
+        Raises LeadershipLost when `term` is not the newest or a guard fails: a revision, a taken id, a taken name.
+        """
         ...
 
     async def get_job(self, job_id: JobId) -> Job | None:

@@ -1,0 +1,269 @@
+"""The store's twin in memory, for tests and simulation: the same guards and answers, nothing on disk."""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from plexrl_controller.domain.errors import ControllerError, LeadershipLost
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant
+from plexrl_controller.domain.records import (
+    Call,
+    Checkpoint,
+    Event,
+    Interval,
+    Job,
+    Model,
+    Record,
+    Request,
+    Token,
+    Worker,
+)
+from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.lifecycle import calls, jobs, models
+from plexrl_controller.store.batch import RowWrites, Update, changed_fixed_fields, coalesce, record_id
+from plexrl_controller.store.paging import Position, decode_page, encode_cursor
+from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
+
+R = TypeVar("R", Job, Call)
+_INTERVAL_BATCH = 1000
+
+UniqueKey = tuple[str, ...]
+"""What is unique, and its parts."""
+
+
+def _job_live(job: Job) -> bool:
+    return job.state not in jobs.TERMINAL
+
+
+def _model_live(model: Model) -> bool:
+    return model.state not in models.TERMINAL
+
+
+def _call_live(call: Call) -> bool:
+    return call.state not in calls.TERMINAL
+
+
+class MemoryStore:
+    """Implements `Store`. Survives its leader: a new one on the same object finds everything committed."""
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._last_commit = ""
+        self._tables: dict[type[Any], dict[str, Any]] = {t: {} for t in (Job, Model, Call, Worker, Checkpoint, Token)}
+        self._taken: set[UniqueKey] = set()
+        self._requests: dict[tuple[str, RequestId], Request] = {}
+        self._events: list[Event] = []
+        self._intervals: list[Interval] = []
+
+    async def acquire_term(self, holder: str) -> int:
+        self._term += 1
+        self._last_commit = ""
+        return self._term
+
+    async def load(self) -> LiveState:
+        live_jobs = {job.job_id for job in self._jobs.values() if _job_live(job)}
+        live_models = {model.model_id for model in self._models.values() if _model_live(model)}
+        held = [call for call in self._calls.values() if _call_live(call) or not call.acknowledged]
+        return LiveState(
+            jobs=_oldest_first(job for job in self._jobs.values() if job.job_id in live_jobs),
+            models=_oldest_first(model for model in self._models.values() if model.model_id in live_models),
+            calls=_oldest_first(call for call in held if _call_live(call) or call.job_id in live_jobs),
+            tombstones=tuple(
+                Tombstone(call.job_id, call.request_id, call.request_hash, call.call_id)
+                for call in _oldest_first(self._calls.values())
+                if call.job_id in live_jobs and call.acknowledged and not _call_live(call)
+            ),
+            workers=tuple(sorted(self._tables[Worker].values(), key=record_id)),
+            checkpoints=_oldest_first(c for c in self._checkpoints.values() if c.model_id in live_models),
+            tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
+            requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
+            accounts=self._accounts(live_jobs),
+        )
+
+    async def commit(self, term: int, changes: Changes) -> None:
+        if term != self._term:
+            raise LeadershipLost(f"term {term} is over: the newest is {self._term}")
+        if changes.commit_id and changes.commit_id == self._last_commit:
+            return
+        writes = coalesce(changes)
+        for update in writes.updates:
+            self._check_update(update)
+        freed, taken = self._check_unique(writes)
+        self._check_parents(writes.inserts)
+        requests = {(request.scope, request.request_id): request for request in changes.requests}
+        if len(requests) < len(changes.requests) or requests.keys() & self._requests.keys():
+            raise LeadershipLost("a request id is already stored in its scope")
+        self._taken -= freed
+        self._taken |= taken
+        for record in (*writes.inserts, *(update.record for update in writes.updates)):
+            self._tables[type(record)][record_id(record)] = record
+        self._requests.update(requests)
+        self._events.extend(changes.events)
+        self._intervals.extend(changes.intervals)
+        self._last_commit = changes.commit_id
+
+    async def get_job(self, job_id: JobId) -> Job | None:
+        return self._jobs.get(job_id)
+
+    async def get_model(self, model_id: ModelId) -> Model | None:
+        return self._models.get(model_id)
+
+    async def get_call(self, call_id: CallId) -> Call | None:
+        return self._calls.get(call_id)
+
+    async def get_checkpoint(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
+        return self._checkpoints.get(checkpoint_id)
+
+    async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
+        return _page(
+            self._jobs.values(),
+            page,
+            lambda job: tenant in (None, job.tenant) and (_job_live(job) or not live_only),
+        )
+
+    async def list_calls(
+        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
+    ) -> Listing[Call]:
+        listing = _page(
+            self._calls.values(),
+            page,
+            lambda call: (
+                tenant in (None, call.tenant) and job_id in (None, call.job_id) and (_call_live(call) or not live_only)
+            ),
+        )
+        return Listing(tuple(replace(call, spec=None, result=None) for call in listing.items), listing.next)
+
+    async def list_checkpoints(self, model_id: ModelId) -> Sequence[Checkpoint]:
+        return tuple(reversed(_oldest_first(c for c in self._checkpoints.values() if c.model_id == model_id)))
+
+    async def intervals(
+        self, tenant: Tenant | None, job_id: JobId | None, since_unix_ns: int
+    ) -> AsyncIterator[Sequence[Interval]]:
+        wanted = [
+            interval
+            for interval in self._intervals
+            if interval.end_unix_ns > since_unix_ns
+            and job_id in (None, interval.job_id)
+            and (tenant is None or self._tenant_of(interval.job_id) == tenant)
+        ]
+        wanted.sort(key=lambda interval: interval.end_unix_ns)
+        for start in range(0, len(wanted), _INTERVAL_BATCH):
+            yield tuple(wanted[start : start + _INTERVAL_BATCH])
+
+    async def events(self, record_id: str) -> Sequence[Event]:
+        return tuple(event for event in self._events if event.record_id == record_id)
+
+    async def close(self) -> None:
+        """Keeps everything: closing a store does not erase it."""
+
+    @property
+    def _jobs(self) -> dict[str, Job]:
+        return self._tables[Job]
+
+    @property
+    def _models(self) -> dict[str, Model]:
+        return self._tables[Model]
+
+    @property
+    def _calls(self) -> dict[str, Call]:
+        return self._tables[Call]
+
+    @property
+    def _checkpoints(self) -> dict[str, Checkpoint]:
+        return self._tables[Checkpoint]
+
+    def _tenant_of(self, job_id: JobId) -> Tenant | None:
+        job = self._jobs.get(job_id)
+        return job.tenant if job else None
+
+    def _check_update(self, update: Update) -> None:
+        name = f"{type(update.record).__name__.lower()} {record_id(update.record)}"
+        stored = self._tables[type(update.record)].get(record_id(update.record))
+        if stored is None or stored.revision != update.base_revision:
+            found = "absent" if stored is None else f"at revision {stored.revision}"
+            raise LeadershipLost(f"{name} is {found}, not at revision {update.base_revision}")
+        if changed := changed_fixed_fields(stored, update.record):
+            raise ControllerError(f"{name} cannot change {', '.join(changed)}", reason="INCONSISTENT_CHANGES")
+
+    def _check_unique(self, writes: RowWrites) -> tuple[set[UniqueKey], set[UniqueKey]]:
+        """The unique keys that the commit frees and takes. Raises LeadershipLost when a key is another record's."""
+        for record in writes.inserts:
+            if record_id(record) in self._tables[type(record)]:
+                raise LeadershipLost(f"{type(record).__name__.lower()} {record_id(record)} is already stored")
+        changed = tuple(update.record for update in writes.updates)
+        stored = (self._tables[type(record)][record_id(record)] for record in changed)
+        freed = {key for record in stored for key in _unique_keys(record)}
+        taken: set[UniqueKey] = set()
+        for record in (*changed, *writes.inserts):
+            for key in _unique_keys(record):
+                if key in taken or (key in self._taken and key not in freed):
+                    raise LeadershipLost(f"{key[0]} {key[1:]} is taken by another {type(record).__name__.lower()}")
+                taken.add(key)
+        return freed, taken
+
+    def _check_parents(self, inserts: Sequence[Record]) -> None:
+        new = {(type(record), record_id(record)) for record in inserts}
+        for record in inserts:
+            for kind, parent in _parents(record):
+                if (kind, parent) not in new and parent not in self._tables[kind]:
+                    raise ControllerError(
+                        f"{type(record).__name__.lower()} {record_id(record)}: no {kind.__name__.lower()} {parent}",
+                        reason="INCONSISTENT_CHANGES",
+                    )
+
+    def _accounts(self, live_jobs: set[JobId]) -> Sequence[Account]:
+        seconds: dict[JobId, dict[IntervalKind, float]] = defaultdict(lambda: dict.fromkeys(IntervalKind, 0.0))
+        swaps: dict[JobId, int] = defaultdict(int)
+        for interval in self._intervals:
+            if interval.job_id in live_jobs:
+                seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+                swaps[interval.job_id] += interval.kind is IntervalKind.SWAP
+        return tuple(
+            Account(job_id, by[IntervalKind.BUSY], by[IntervalKind.SWAP], by[IntervalKind.HOLD], swaps[job_id])
+            for job_id, by in sorted(seconds.items())
+        )
+
+
+def _position(record: Job | Model | Call | Checkpoint) -> Position:
+    return record.create_time, record_id(record)
+
+
+T = TypeVar("T", Job, Model, Call, Checkpoint)
+
+
+def _oldest_first(records: Iterable[T]) -> tuple[T, ...]:
+    return tuple(sorted(records, key=_position))
+
+
+def _page(records: Iterable[R], page: Page, wanted: Callable[[R], bool]) -> Listing[R]:
+    start = decode_page(page)
+    newest_first = sorted((r for r in records if wanted(r)), key=_position, reverse=True)
+    rest = [r for r in newest_first if start is None or _position(r) < start]
+    items = tuple(rest[: page.size])
+    return Listing(items, encode_cursor(_position(items[-1])) if len(rest) > page.size else None)
+
+
+def _unique_keys(record: Record) -> Iterable[UniqueKey]:
+    match record:
+        case Job() if _job_live(record):
+            yield "live job name", record.tenant, record.name
+        case Model() if _model_live(record):
+            yield "live model name", record.job_id, record.name
+        case Call():
+            yield "request id", record.job_id, record.request_id
+            if record.kind.sequenced:
+                yield "sequence number", record.model_id, str(record.sequence)
+        case Token():
+            yield "token hash", record.token_sha256
+
+
+def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
+    match record:
+        case Model():
+            yield Job, record.job_id
+        case Call():
+            yield Job, record.job_id
+            yield Model, record.model_id
+        case Checkpoint():
+            yield Model, record.model_id

@@ -1,0 +1,241 @@
+"""Group commit: everything that waits while one commit is under way goes into the next one.
+
+Callers apply transitions in memory first and release their effects when `commit` returns. The writer knows nothing of
+what it writes. A store that does not answer stops nothing but the release: the writer tries again until it answers.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from secrets import token_hex
+from time import monotonic
+
+import structlog
+
+from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
+from plexrl_controller.store.batch import merge
+from plexrl_controller.store.port import Changes, Store
+
+_log = structlog.get_logger(__name__)
+
+MAX_BATCH_ROWS = 2000
+MAX_QUEUED_ROWS = 20_000
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+
+
+@dataclass(slots=True)
+class WriterCounters:
+    """What the writer did so far. `commit_s` is time spent in commits, failed tries included."""
+
+    commits: int = 0
+    changes: int = 0
+    rows: int = 0
+    retries: int = 0
+    commit_s: float = 0.0
+    largest_batch_rows: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    changes: Changes
+    rows: int
+    durable: asyncio.Future[None]
+
+
+class GroupWriter:
+    """The leader's only way to the store. Order of the calls to `commit` and `post` is the order of the writes.
+
+    Both queue synchronously: what is given before the first await of a task stands before what it gives later. Above
+    `max_queued_rows` `has_room` waits; callers that accept new work await it first, others are never refused.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        term: int,
+        *,
+        max_batch_rows: int = MAX_BATCH_ROWS,
+        max_queued_rows: int = MAX_QUEUED_ROWS,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.counters = WriterCounters()
+        self._store = store
+        self._term = term
+        self._max_batch_rows = max_batch_rows
+        self._max_queued_rows = max_queued_rows
+        self._sleep = sleep
+        self._clock = clock
+        self._queue: deque[_Waiting] = deque()
+        self._queued_rows = 0
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._stopped: asyncio.Future[ControllerError] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name="store-writer")
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def term(self) -> int:
+        """The term under which everything is written."""
+        return self._term
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that are not durable yet."""
+        return self._queued_rows
+
+    async def stopped(self) -> ControllerError:
+        """Waits for the error that ended the writer: LeadershipLost, or a defect. The leader must stop then."""
+        return await asyncio.shield(self._stopped)
+
+    async def has_room(self) -> None:
+        """Waits while the queue is full. Raises what `commit` would raise when the writer has stopped."""
+        self._check_open()
+        await self._room.wait()
+        self._check_open()
+
+    def post(self, changes: Changes) -> asyncio.Future[None]:
+        """Queues `changes`; the future resolves when they are durable, and need not be awaited.
+
+        Raises LeadershipLost or the error that stopped the writer.
+        """
+        self._check_open()
+        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        rows = _rows(changes)
+        if rows == 0 and not self._queue:
+            durable.set_result(None)
+            return durable
+        self._queue.append(_Waiting(changes, rows, durable))
+        self._queued_rows += rows
+        if self._queued_rows >= self._max_queued_rows:
+            self._room.clear()
+        self._work.set()
+        return durable
+
+    async def commit(self, changes: Changes) -> None:
+        """Queues `changes` and waits until they are durable. Cancelling the wait does not take them back.
+
+        Raises LeadershipLost or the error that stopped the writer.
+        """
+        await asyncio.shield(self.post(changes))
+
+    async def flush(self) -> None:
+        """Waits until everything queued so far is durable."""
+        if self._queue:
+            await asyncio.shield(self._queue[-1].durable)
+
+    async def close(self) -> None:
+        """Writes what is queued, then ends. While the store does not answer, this waits."""
+        self._closing = True
+        self._work.set()
+        await self._task
+
+    async def abort(self) -> None:
+        """Ends at once; what is queued may or may not have been written."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._fail(Unavailable("the controller is stopping"))
+
+    def _check_open(self) -> None:
+        if self._stopped.done():
+            raise _copy(self._stopped.result())
+        if self._closing:
+            raise Unavailable("the controller is stopping")
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                if self._closing:
+                    return
+                self._work.clear()
+                await self._work.wait()
+                continue
+            batch = self._next_batch()
+            try:
+                await self._commit_until_durable(merge([item.changes for item in batch], token_hex(8)))
+            except ControllerError as error:
+                _log.error("store_writer_stopped", reason=error.reason, message=error.message, term=self._term)
+                self._fail(error)
+                return
+            self._release(batch)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The head of the queue, at least one; it stays queued until it is durable."""
+        batch: list[_Waiting] = []
+        rows = 0
+        for item in self._queue:
+            if batch and rows + item.rows > self._max_batch_rows:
+                break
+            batch.append(item)
+            rows += item.rows
+        return batch
+
+    async def _commit_until_durable(self, changes: Changes) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            started = self._clock()
+            try:
+                await self._store.commit(self._term, changes)
+            except Unavailable as error:
+                self.counters.retries += 1
+                _log.warning("store_commit_retried", message=error.message, backoff_s=backoff_s, term=self._term)
+            else:
+                return
+            finally:
+                self.counters.commit_s += self._clock() - started
+            await self._sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _release(self, batch: list[_Waiting]) -> None:
+        rows = sum(item.rows for item in batch)
+        self.counters.commits += 1
+        self.counters.changes += len(batch)
+        self.counters.rows += rows
+        self.counters.largest_batch_rows = max(self.counters.largest_batch_rows, rows)
+        self._queued_rows -= rows
+        if self._queued_rows < self._max_queued_rows:
+            self._room.set()
+        for item in batch:
+            self._queue.popleft()
+            if not item.durable.done():
+                item.durable.set_result(None)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A defect in a store must not leave anybody waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("store_writer_stopped", exc_info=error, term=self._term)
+            self._fail(ControllerError(f"the store writer failed: {error!r}"))
+
+    def _fail(self, error: ControllerError) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(error)
+        while self._queue:
+            durable = self._queue.popleft().durable
+            if not durable.done():
+                durable.set_exception(_copy(error))
+                durable.exception()  # posted without a wait: `stopped` reports it
+        self._queued_rows = 0
+        self._room.set()
+
+
+def _copy(error: ControllerError) -> ControllerError:
+    """One exception object per waiter: a traceback belongs to one raise."""
+    if isinstance(error, LeadershipLost | Unavailable):
+        return type(error)(error.message)
+    return ControllerError(error.message, reason=error.reason)
+
+
+def _rows(changes: Changes) -> int:
+    return (
+        len(changes.inserts)
+        + len(changes.updates)
+        + len(changes.events)
+        + len(changes.intervals)
+        + len(changes.requests)
+    )
