@@ -1,0 +1,130 @@
+"""The store's queries. Each goes by an index; `tests/store/test_query_plans.py` holds them to it."""
+
+from typing import Any
+
+from sqlalchemy import Select, case, func, not_, select, tuple_
+
+from plexrl_controller.domain.ids import JobId, ModelId, Tenant
+from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.store import rows
+from plexrl_controller.store.paging import decode_page
+from plexrl_controller.store.port import Page
+from plexrl_controller.store.rows import RowCodec
+from plexrl_controller.store.tables import (
+    calls,
+    checkpoints,
+    events,
+    intervals,
+    jobs,
+    models,
+    requests,
+    tokens,
+    workers,
+)
+
+INTERVAL_BATCH = 1000
+BULK_FIELDS = ("spec", "result")
+"""Fields of a call that a listing leaves out."""
+
+LIVE_JOBS = select(*rows.JOB.columns).where(jobs.c.live).order_by(jobs.c.create_time, jobs.c.job_id)
+LIVE_MODELS = select(*rows.MODEL.columns).where(models.c.live).order_by(models.c.create_time, models.c.model_id)
+WORKERS = select(*rows.WORKER.columns).order_by(workers.c.worker_id)
+TOKENS = select(*rows.TOKEN.columns).order_by(tokens.c.token_id)
+REQUESTS = select(*rows.REQUEST.columns).order_by(requests.c.create_time, requests.c.scope, requests.c.request_id)
+
+LIVE_CALLS = select(*rows.CALL.columns).where(calls.c.live)
+_ENDED_CALLS_OF_LIVE_JOBS = (
+    select(calls)
+    .join(jobs, jobs.c.job_id == calls.c.job_id)
+    .where(jobs.c.live, not_(calls.c.live))
+    .order_by(calls.c.create_time, calls.c.call_id)
+)
+UNACKNOWLEDGED_CALLS = _ENDED_CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(not_(calls.c.acknowledged))
+TOMBSTONES = _ENDED_CALLS_OF_LIVE_JOBS.with_only_columns(
+    calls.c.job_id, calls.c.request_id, calls.c.request_hash, calls.c.call_id
+).where(calls.c.acknowledged)
+
+CHECKPOINTS_OF_LIVE_MODELS = (
+    select(*rows.CHECKPOINT.columns)
+    .join(models, models.c.model_id == checkpoints.c.model_id)
+    .where(models.c.live)
+    .order_by(checkpoints.c.create_time, checkpoints.c.checkpoint_id)
+)
+
+
+def _seconds(kind: IntervalKind) -> Any:
+    nanoseconds = case(
+        (intervals.c.kind == kind.name, intervals.c.end_unix_ns - intervals.c.start_unix_ns),
+        else_=0,
+    )
+    return func.sum(nanoseconds) / 1e9
+
+
+ACCOUNTS = (
+    select(
+        intervals.c.job_id,
+        _seconds(IntervalKind.BUSY).label("busy_s"),
+        _seconds(IntervalKind.SWAP).label("swap_s"),
+        _seconds(IntervalKind.HOLD).label("hold_s"),
+        func.count().filter(intervals.c.kind == IntervalKind.SWAP.name).label("swaps"),
+    )
+    .join(jobs, jobs.c.job_id == intervals.c.job_id)
+    .where(jobs.c.live)
+    .group_by(intervals.c.job_id)
+    .order_by(intervals.c.job_id)
+)
+
+
+def by_id(codec: RowCodec[Any], record_id: str) -> Select[Any]:
+    """One record, in any state."""
+    return select(*codec.columns).where(codec.table.primary_key.columns[0] == record_id)
+
+
+def list_jobs(tenant: Tenant | None, live_only: bool, page: Page) -> Select[Any]:
+    """One row more than the page holds. Raises InvalidArgument for a bad page."""
+    query = _newest_first(rows.JOB, page)
+    if tenant is not None:
+        query = query.where(jobs.c.tenant == tenant)
+    return query.where(jobs.c.live) if live_only else query
+
+
+def list_calls(tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page) -> Select[Any]:
+    """One row more than the page holds, without bulk. Raises InvalidArgument for a bad page."""
+    bulk = {name for field in rows.CALL.fields if field.field in BULK_FIELDS for name in field.columns}
+    query = _newest_first(rows.CALL, page).with_only_columns(
+        *(column for column in rows.CALL.columns if column.name not in bulk)
+    )
+    if tenant is not None:
+        query = query.where(calls.c.tenant == tenant)
+    if job_id is not None:
+        query = query.where(calls.c.job_id == job_id)
+    return query.where(calls.c.live) if live_only else query
+
+
+def list_checkpoints(model_id: ModelId) -> Select[Any]:
+    """A model's checkpoints, newest first."""
+    newest = (checkpoints.c.create_time.desc(), checkpoints.c.checkpoint_id.desc())
+    return select(*rows.CHECKPOINT.columns).where(checkpoints.c.model_id == model_id).order_by(*newest)
+
+
+def list_intervals(tenant: Tenant | None, job_id: JobId | None, after: tuple[int, int]) -> Select[Any]:
+    """A batch of intervals in the order of their ends; `after` is the end and id of the last one read."""
+    key = (intervals.c.end_unix_ns, intervals.c.interval_id)
+    query = select(intervals).where(tuple_(*key) > tuple_(*after)).order_by(*key).limit(INTERVAL_BATCH)
+    if job_id is not None:
+        query = query.where(intervals.c.job_id == job_id)
+    if tenant is not None:
+        query = query.join(jobs, jobs.c.job_id == intervals.c.job_id).where(jobs.c.tenant == tenant)
+    return query
+
+
+def list_events(record_id: str) -> Select[Any]:
+    """A record's transitions, oldest first."""
+    return select(*rows.EVENT.columns).where(events.c.record_id == record_id).order_by(events.c.event_id)
+
+
+def _newest_first(codec: RowCodec[Any], page: Page) -> Select[Any]:
+    start = decode_page(page)
+    key = (codec.table.c.create_time, codec.table.primary_key.columns[0])
+    query = select(*codec.columns).order_by(*(column.desc() for column in key)).limit(page.size + 1)
+    return query if start is None else query.where(tuple_(*key) < tuple_(*start))

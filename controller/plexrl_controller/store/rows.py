@@ -1,0 +1,143 @@
+"""Records as rows and back: which columns a record's fields take, derived from the fields' types.
+
+An enum is stored by its name, a mapping as JSON, a payload in three columns; everything else as it is.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import partial
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+from sqlalchemy import Column, Table
+
+from plexrl_controller.domain.records import (
+    Call,
+    Checkpoint,
+    Event,
+    Interval,
+    Job,
+    Model,
+    Payload,
+    Request,
+    Token,
+    Worker,
+)
+from plexrl_controller.store import tables
+
+R = TypeVar("R")
+Values = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldCodec:
+    """One field of a record and the columns that hold it."""
+
+    field: str
+    columns: tuple[str, ...]
+    encode: Callable[[Any], Values]
+    decode: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RowCodec(Generic[R]):
+    """A record type and its table."""
+
+    record: type[R]
+    table: Table
+    fields: tuple[FieldCodec, ...]
+
+    @property
+    def columns(self) -> Sequence[Column[Any]]:
+        """The table's columns that hold the record, in the order of its fields."""
+        return [self.table.c[name] for codec in self.fields for name in codec.columns]
+
+    def decode(self, row: Mapping[str, Any], absent: Iterable[str] = ()) -> R:
+        """A record from a row; fields named in `absent` become None."""
+        return self.record(
+            **{
+                codec.field: None if codec.field in absent else codec.decode(*(row[name] for name in codec.columns))
+                for codec in self.fields
+            }
+        )
+
+
+def columnar(codecs: Sequence[FieldCodec], records: Sequence[Any]) -> list[list[Any]]:
+    """The records' values, one list per column."""
+    columns: list[list[Any]] = []
+    for codec in codecs:
+        values = [codec.encode(getattr(record, codec.field)) for record in records]
+        columns.extend([value[index] for value in values] for index in range(len(codec.columns)))
+    return columns
+
+
+def _field_codec(name: str, hint: Any) -> FieldCodec:
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    kind = hint if get_origin(hint) is not None and NoneType not in get_args(hint) else kinds[0]
+    if kind is Payload:
+        columns = (f"{name}_sha256", f"{name}_size_bytes", f"{name}_inline")
+        return FieldCodec(name, columns, _encode_payload, _decode_payload)
+    if get_origin(kind) is Mapping:
+        return FieldCodec(name, (name,), _encode_labels, dict)
+    if isinstance(kind, type) and issubclass(kind, IntEnum):
+        return FieldCodec(name, (name,), _encode_enum, partial(_decode_enum, kind))
+    if hint is int:  # NUMERIC, which holds unsigned 64-bit numbers, comes back as Decimal
+        return FieldCodec(name, (name,), _encode_same, int)
+    if getattr(kind, "__supertype__", kind) is str:
+        return FieldCodec(name, (name,), _encode_text, _same)
+    return FieldCodec(name, (name,), _encode_same, _same)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _encode_same(value: Any) -> Values:
+    return (value,)
+
+
+def _encode_text(value: str | None) -> Values:
+    """Postgres text holds no NUL; a message with one is still worth keeping."""
+    return (value if value is None or "\0" not in value else value.replace("\0", "\ufffd"),)
+
+
+def _encode_enum(value: IntEnum | None) -> Values:
+    return (None if value is None else value.name,)
+
+
+def _decode_enum(kind: type[IntEnum], name: str | None) -> IntEnum | None:
+    return None if name is None else kind[name]
+
+
+def _encode_labels(labels: Mapping[str, str]) -> Values:
+    return (json.dumps({_encode_text(key)[0]: _encode_text(value)[0] for key, value in labels.items()}),)
+
+
+def _encode_payload(payload: Payload | None) -> Values:
+    return (None, None, None) if payload is None else (payload.sha256, payload.size_bytes, payload.inline)
+
+
+def _decode_payload(sha256: str | None, size_bytes: int | None, inline: bytes | None) -> Payload | None:
+    return None if sha256 is None or size_bytes is None else Payload(sha256, size_bytes, inline)
+
+
+def _codec(record: type[R], table: Table) -> RowCodec[R]:
+    hints = get_type_hints(record)
+    names = [field.name for field in fields(record)]  # type: ignore[arg-type]
+    return RowCodec(record, table, tuple(_field_codec(name, hints[name]) for name in names))
+
+
+JOB = _codec(Job, tables.jobs)
+MODEL = _codec(Model, tables.models)
+CALL = _codec(Call, tables.calls)
+WORKER = _codec(Worker, tables.workers)
+CHECKPOINT = _codec(Checkpoint, tables.checkpoints)
+TOKEN = _codec(Token, tables.tokens)
+INTERVAL = _codec(Interval, tables.intervals)
+EVENT = _codec(Event, tables.events)
+REQUEST = _codec(Request, tables.requests)
+
+RECORDS: tuple[RowCodec[Any], ...] = (JOB, MODEL, CALL, WORKER, CHECKPOINT, TOKEN)
+"""In the order in which new rows may refer to each other."""
