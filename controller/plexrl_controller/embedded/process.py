@@ -48,6 +48,31 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
+def start_ticks(pid: int) -> int:
+    """When `pid` started, in clock ticks since boot; with the pid it names a process for good. 0 when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    # Field 22 of proc(5); the name in field 2 may hold spaces and brackets.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the running children of `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and is_running(int(entry.name)):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
 def wait_until_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     """Waits until none of `pids` runs, at most `timeout_s`; returns those that still do."""
     deadline = time.monotonic() + timeout_s
