@@ -159,17 +159,17 @@ class PostgresStore:
 
     @asynccontextmanager
     async def _writer_connection(self) -> AsyncIterator["_WriterConnection"]:
-        """The connection of the commits. One that saw any error is dropped: its state is not known."""
+        """The connection of the commits. After any error but a refused write its state is not known: it is dropped."""
         if self._writer is None:
             self._writer = await _WriterConnection.open(self._engine)
         writer, self._writer = self._writer, None
         try:
             yield writer
-        except LeadershipLost:
+        except (LeadershipLost, asyncpg.IntegrityConstraintViolationError):
             self._writer = writer
             raise
         except BaseException:
-            writer.drop()
+            await writer.drop()
             raise
         self._writer = writer
 
@@ -188,8 +188,13 @@ class _WriterConnection:
         raw = await connection.get_raw_connection()
         driver = raw.driver_connection
         assert driver is not None
-        await driver.execute(_WRITER_SETTINGS)
-        return cls(connection, driver)
+        writer = cls(connection, driver)
+        try:
+            await driver.execute(_WRITER_SETTINGS)
+        except BaseException:
+            await writer.drop()
+            raise
+        return writer
 
     def transaction(self) -> Any:
         return self._driver.transaction()
@@ -205,9 +210,10 @@ class _WriterConnection:
         await statement.fetch(*arguments)
         return int(statement.get_statusmsg().rpartition(" ")[2])
 
-    def drop(self) -> None:
-        """Cuts the connection without a word to the server: it may not be listening."""
+    async def drop(self) -> None:
+        """Cuts the connection without a word to the server, which may not be listening."""
         self._driver.terminate()
+        await self.close()
 
     async def close(self) -> None:
         await self._connection.invalidate()

@@ -17,8 +17,8 @@ from plexrl_controller.store.batch import FIXED_FIELDS, Update
 from plexrl_controller.store.rows import FieldCodec, RowCodec, columnar
 
 ACQUIRE_TERM = """
-INSERT INTO leader (only, term, holder, commit_id) VALUES (true, 1, $1, '')
-ON CONFLICT (only) DO UPDATE SET term = leader.term + 1, holder = excluded.holder, commit_id = ''
+INSERT INTO leader (singleton, term, holder, commit_id) VALUES (true, 1, $1, '')
+ON CONFLICT (singleton) DO UPDATE SET term = leader.term + 1, holder = excluded.holder, commit_id = ''
 RETURNING term
 """
 

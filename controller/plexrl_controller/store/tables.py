@@ -81,7 +81,8 @@ def _state(machine: Machine[Any, Any, Any]) -> tuple[Column[Any] | CheckConstrai
     live = Column(
         "live", Boolean, Computed(f"state NOT IN ({_names(machine.terminal)})", persisted=True), nullable=False
     )
-    return (*_enum("state", list(machine.states)), live) if machine.terminal else _enum("state", list(machine.states))
+    states = _enum("state", machine.states.__members__.values())
+    return (*states, live) if machine.terminal else states
 
 
 def _payload(name: str) -> tuple[Column[Any], ...]:
@@ -100,8 +101,8 @@ def _revision() -> tuple[Column[int], CheckConstraint]:
 leader = Table(
     "leader",
     metadata,
-    Column("only", Boolean, primary_key=True, server_default=text("true")),
-    CheckConstraint("only", name="single_row"),
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    CheckConstraint("singleton", name="singleton"),
     _bigint("term"),
     _text("holder"),
     _text("commit_id"),
