@@ -1,0 +1,365 @@
+"""Carries a job's calls over one long-lived stream, and brings them through disconnections and controller restarts.
+
+Submits that the server has not accepted are sent again with the same request_id after every reconnect; results are
+acknowledged once their future has delivered them. Knows nothing of what the calls compute.
+"""
+
+import concurrent.futures
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+import grpc
+
+from plexrl import errors
+from plexrl.connection import Connection
+from plexrl.futures import CallFuture
+from plexrl.results import Result, decode
+from plexrl.sequence import SequenceCounter
+from plexrl.v1 import call_pb2 as c
+from plexrl.v1 import types_pb2 as t
+from plexrl.wire import WireError
+
+log = logging.getLogger("plexrl")
+
+MAX_FRAME_MESSAGES = 256
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+REMEMBERED_ACKS = 4096
+
+TERMINAL = frozenset({t.CALL_STATE_SUCCEEDED, t.CALL_STATE_FAILED, t.CALL_STATE_CANCELLED, t.CALL_STATE_EXPIRED})
+
+
+class TrackedCall:
+    """One call of this client, from submit until its outcome is acknowledged. The stream's lock guards it.
+
+    `submit` is what to send until it is accepted, then None.
+    """
+
+    def __init__(self, stream: "CallStream", submit: c.SubmitCallRequest | None, call: c.Call | None) -> None:
+        source: c.SubmitCallRequest | c.Call | None = submit or call
+        assert source is not None
+        self.stream = stream
+        self.submit = submit
+        self.call = call
+        self.request_id = source.request_id
+        self.model_id = source.model_id
+        self.sequence = source.sequence
+        self.kind = _kind_name(submit, call)
+        self.cancelling = False
+        self.abandoned = False
+        self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        # A future of concurrent.futures that is not "running" could be cancelled behind the server's back.
+        self.outcome.set_running_or_notify_cancel()
+
+    @property
+    def call_id(self) -> str | None:
+        return self.call.call_id if self.call else None
+
+    @property
+    def description(self) -> str:
+        number = f" (sequence {self.sequence})" if self.sequence else ""
+        return f"{self.kind}{number} {self.call_id or 'not accepted yet'}"
+
+    @property
+    def state(self) -> "t.CallState.ValueType":
+        return self.call.state if self.call else t.CALL_STATE_UNSPECIFIED
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return (self.call.progress_done, self.call.progress_total) if self.call else (0, 0)
+
+    def delivered(self) -> None:
+        self.stream.acknowledge(self)
+
+    def dropped(self) -> None:
+        self.stream.drop(self)
+
+    def cancel(self) -> None:
+        self.stream.cancel(self)
+
+    def explain(self) -> str:
+        if self.call_id is None:
+            return "the cluster has not accepted the call yet: it is on its way, or the controller is not reachable"
+        request = c.ExplainCallRequest(call_id=self.call_id)
+        connection = self.stream.connection
+        return connection.unary(connection.calls.ExplainCall, request).explanation
+
+
+def _kind_name(submit: c.SubmitCallRequest | None, call: c.Call | None) -> str:
+    if submit is not None:
+        return submit.spec.WhichOneof("function") or "call"
+    return t.CallKind.Name(call.kind).removeprefix("CALL_KIND_").lower() if call is not None else "call"
+
+
+class CallStream:
+    """The calls of one job. A daemon thread owns the stream; all methods may be called from any thread."""
+
+    def __init__(self, connection: Connection, job_id: str, max_message_bytes: int) -> None:
+        self.connection = connection
+        self._job_id = job_id
+        self._max_message_bytes = max_message_bytes
+        self._lock = threading.Condition()
+        self._calls: OrderedDict[str, TrackedCall] = OrderedDict()
+        self._counters: dict[str, SequenceCounter] = {}
+        self._outbox: deque[c.ClientMessage] = deque()
+        self._acked: OrderedDict[str, None] = OrderedDict()
+        self._dropped: deque[TrackedCall] = deque()
+        self._generation = 0
+        self._rpc: grpc.Call | None = None
+        self._ended: errors.PlexRLError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"plexrl-calls-{job_id}", daemon=True)
+
+    # --- the callers' side -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Opens the stream, after `adopt` has named what an earlier client left."""
+        self._thread.start()
+
+    def adopt(self, call: c.Call) -> CallFuture[Result]:
+        """Takes over a call that an earlier client of the job submitted."""
+        with self._lock:
+            tracked = self._calls[call.request_id] = TrackedCall(self, None, call)
+            return CallFuture(tracked, tracked.outcome)
+
+    def counter(self, model_id: str, next_number: int = 1) -> SequenceCounter:
+        """The counter of a model's sequence, made when first asked for."""
+        with self._lock:
+            return self._counters.setdefault(model_id, SequenceCounter(next_number))
+
+    def submit(self, request: c.SubmitCallRequest, *, sequenced: bool) -> CallFuture[Result]:
+        """Numbers a call if it is sequenced, and sends it. `request` lacks request_id and sequence.
+
+        Raises InvalidArgument for a call that no message can hold, PredecessorFailed while the sequence has a hole, and
+        the error that ended the stream.
+        """
+        size_bytes = request.ByteSize() + 1024
+        if size_bytes > self._max_message_bytes:
+            raise errors.InvalidArgument(
+                f"the call needs {size_bytes} bytes, a message holds {self._max_message_bytes}: split it into several"
+            )
+        with self._lock:
+            if self._ended:
+                raise _copy(self._ended)
+            request.request_id = uuid.uuid4().hex
+            if sequenced:
+                counter = self._counters[request.model_id]
+                if counter.hole is not None:
+                    raise errors.PredecessorFailed(
+                        f"call {counter.hole} of the model's sequence was refused and later ones were cancelled: "
+                        "call model.resume() to go on"
+                    )
+                request.sequence = counter.take()
+            tracked = self._calls[request.request_id] = TrackedCall(self, request, None)
+            self._outbox.append(c.ClientMessage(submit=request))
+            self._lock.notify_all()
+            return CallFuture(tracked, tracked.outcome)
+
+    def acknowledge(self, tracked: TrackedCall) -> None:
+        """Tells the server, once, that a terminal call's outcome has been taken."""
+        with self._lock:
+            if tracked.outcome.done() and self._calls.pop(tracked.request_id, None) is not None:
+                self._queue_ack(tracked)
+
+    def drop(self, tracked: TrackedCall) -> None:
+        """See CallHandle.dropped: runs in destructors, so it only leaves a note for the sender."""
+        self._dropped.append(tracked)
+
+    def cancel(self, tracked: TrackedCall) -> None:
+        """Asks for a call to be ended, as soon as it has an id."""
+        with self._lock:
+            if tracked.cancelling or tracked.outcome.done():
+                return
+            tracked.cancelling = True
+            if tracked.call_id is not None:
+                self._send_cancel(tracked.call_id)
+
+    def end(self, reason: errors.PlexRLError) -> None:
+        """Ends the stream; calls without an outcome fail with `reason`."""
+        self._settle_all(reason)
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # --- the stream's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        retry = self.connection.retry
+        failures, failing_since = 0, 0.0
+        while self._ended is None:
+            opened = time.monotonic()
+            heard = False
+            try:
+                for frame in self._open():
+                    heard = True
+                    self._receive(frame)
+                error: errors.PlexRLError = errors.Unavailable("the controller closed the call stream")
+            except grpc.RpcError as rpc_error:
+                error = errors.from_rpc(rpc_error)
+            if self._ended is not None:
+                return
+            now = time.monotonic()
+            if heard or failures == 0 or now - opened > retry.most_s:
+                failures, failing_since = 0, now
+            failures += 1
+            delay_s = retry.delay_s(failures, error.retry_after_s)
+            # Unclassified errors too: a connection that breaks may say INTERNAL or UNKNOWN, and resending is safe.
+            passing = isinstance(error, errors.Unavailable) or type(error) is errors.PlexRLError
+            if not passing or now + delay_s - failing_since > retry.bound_s:
+                self._settle_all(error)
+                return
+            log.info("call stream lost, again in %.1f s: %s", delay_s, error)
+            with self._lock:
+                self._lock.wait_for(lambda: self._ended is not None, delay_s)
+
+    def _open(self) -> Iterator[c.ConnectResponse]:
+        with self._lock:
+            self._generation += 1
+            generation = self._generation
+            # What was queued or in flight is sent anew, in order; the server knows request_ids that it has seen.
+            self._outbox.clear()
+            self._outbox.append(c.ClientMessage(hello=c.ConnectHello(job_id=self._job_id)))
+            for tracked in self._calls.values():
+                if tracked.submit is not None:
+                    self._outbox.append(c.ClientMessage(submit=tracked.submit))
+            self._lock.notify_all()
+            rpc = self.connection.calls.Connect(self._frames(generation), metadata=self.connection.metadata)
+            self._rpc = rpc
+        return rpc
+
+    def _frames(self, generation: int) -> Iterator[c.ConnectRequest]:
+        """What to send on one opening of the stream; runs in a thread of gRPC's."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._outbox or self._generation != generation or self._ended)
+                if self._generation != generation or self._ended:
+                    return
+                self._take_dropped()
+                frame = c.ConnectRequest()
+                size_bytes = 0
+                while self._outbox and len(frame.messages) < MAX_FRAME_MESSAGES:
+                    size_bytes += self._outbox[0].ByteSize()
+                    if frame.messages and size_bytes > MAX_FRAME_BYTES:
+                        break
+                    frame.messages.append(self._outbox.popleft())
+            yield frame
+
+    def _receive(self, frame: c.ConnectResponse) -> None:
+        with self._lock:
+            for message in frame.messages:
+                kind = message.WhichOneof("message")
+                if kind == "accepted":
+                    self._update(message.accepted, accepted=True)
+                elif kind == "updated":
+                    self._update(message.updated, accepted=False)
+                elif kind == "rejected":
+                    self._reject(message.rejected)
+
+    def _update(self, call: c.Call, *, accepted: bool) -> None:
+        tracked = self._calls.get(call.request_id)
+        if tracked is None:
+            # Sent again because our acknowledgement was lost on the way.
+            if call.state in TERMINAL and call.call_id in self._acked:
+                self._queue_ack(call)
+            return
+        if tracked.outcome.done():
+            return
+        first = tracked.call is None
+        # An acceptance may be older news than an update that overtook it.
+        if first or not accepted or call.state in TERMINAL:
+            tracked.call = call
+            tracked.submit = None
+        if first and (tracked.cancelling or self._behind_hole(tracked)):
+            tracked.cancelling = True
+            self._send_cancel(call.call_id)
+        if call.state in TERMINAL:
+            self._settle(tracked, call)
+
+    def _settle(self, tracked: TrackedCall, call: c.Call) -> None:
+        if call.state != t.CALL_STATE_SUCCEEDED:
+            tracked.outcome.set_exception(errors.from_status(call.error))
+        elif call.HasField("result"):
+            try:
+                tracked.outcome.set_result(decode(call.result))
+            except WireError as error:
+                tracked.outcome.set_exception(
+                    errors.PlexRLError(f"unreadable result of {tracked.description}: {error}")
+                )
+        # A known call may be accepted as SUCCEEDED without its result; the update with the result follows.
+        if tracked.abandoned and tracked.outcome.done():
+            self._abandon(tracked)
+
+    def _reject(self, rejected: c.SubmitRejected) -> None:
+        tracked = self._calls.pop(rejected.request_id, None)
+        if tracked is None or tracked.outcome.done():
+            return
+        if tracked.sequence:
+            model_id = tracked.model_id
+            self._counters[model_id].refuse(tracked.sequence)
+            for other in self._calls.values():
+                if other.call is not None and not other.outcome.done() and self._behind_hole(other):
+                    self.cancel(other)
+        tracked.outcome.set_exception(errors.from_status(rejected.error))
+
+    def _behind_hole(self, tracked: TrackedCall) -> bool:
+        if not tracked.sequence or tracked.model_id not in self._counters:
+            return False
+        hole = self._counters[tracked.model_id].hole
+        return hole is not None and tracked.sequence > hole
+
+    # --- small things, under the lock --------------------------------------------------------------------------------
+
+    def _queue_ack(self, call: TrackedCall | c.Call) -> None:
+        if call.call_id is None or self._ended is not None:
+            return
+        self._outbox.append(c.ClientMessage(ack=c.AckCallsRequest(job_id=self._job_id, call_ids=[call.call_id])))
+        self._acked[call.call_id] = None
+        while len(self._acked) > REMEMBERED_ACKS:
+            self._acked.popitem(last=False)
+        self._lock.notify_all()
+
+    def _take_dropped(self) -> None:
+        while self._dropped:
+            tracked = self._dropped.popleft()
+            tracked.abandoned = True
+            if tracked.outcome.done() and tracked.request_id in self._calls:
+                self._abandon(tracked)
+
+    def _abandon(self, tracked: TrackedCall) -> None:
+        """Gives up an outcome that nobody can ask for any more."""
+        error = tracked.outcome.exception()
+        if error is not None:
+            log.warning("%s failed and nobody took its result: %s", tracked.description, error)
+        del self._calls[tracked.request_id]
+        self._queue_ack(tracked)
+
+    def _send_cancel(self, call_id: str) -> None:
+        """In a thread of its own: the rpc may have to wait for the controller to come back."""
+        request = c.CancelCallRequest(request_id=uuid.uuid4().hex, call_id=call_id)
+
+        def send() -> None:
+            try:
+                self.connection.unary(self.connection.calls.CancelCall, request)
+            except errors.PlexRLError as error:
+                log.warning("cancel of %s failed: %s", call_id, error)
+
+        threading.Thread(target=send, name=f"plexrl-cancel-{call_id}", daemon=True).start()
+
+    def _settle_all(self, reason: errors.PlexRLError) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            for tracked in self._calls.values():
+                if not tracked.outcome.done():
+                    tracked.outcome.set_exception(_copy(reason))
+            rpc = self._rpc
+            self._lock.notify_all()
+        if rpc is not None:
+            rpc.cancel()
+
+
+def _copy(error: errors.PlexRLError) -> errors.PlexRLError:
+    """One exception object per raise: tracebacks grow on the object."""
+    return type(error)(str(error), reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s)

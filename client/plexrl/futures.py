@@ -1,0 +1,131 @@
+"""A call that has been submitted: wait for it, await it, watch it, end it.
+
+Knows one call; how calls travel is the call stream's business, which it reaches through `CallHandle`.
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Generator
+from typing import Generic, Protocol, TypeVar
+
+from plexrl.v1 import types_pb2 as t
+
+ResultT = TypeVar("ResultT", covariant=True)
+
+
+class CallHandle(Protocol):
+    """What a future needs of the stream that carries its call."""
+
+    @property
+    def call_id(self) -> str | None:
+        """The server's id; None until the call is accepted."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """How messages name the call."""
+        ...
+
+    @property
+    def state(self) -> "t.CallState.ValueType":
+        """Last state heard of."""
+        ...
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Units done and in all (0 if unknown), in the current attempt."""
+        ...
+
+    def delivered(self) -> None:
+        """The caller has the outcome: the server may drop its copy."""
+        ...
+
+    def dropped(self) -> None:
+        """Nobody can ask for the outcome any more. Called from a destructor: must not block or take locks."""
+        ...
+
+    def cancel(self) -> None:
+        """Asks the server to end the call."""
+        ...
+
+    def explain(self) -> str:
+        """Asks the server what the call waits for."""
+        ...
+
+
+class CallFuture(Generic[ResultT]):
+    """The outcome of a submitted call: `future.result()` in threads, `await future` in asyncio.
+
+    The call runs on the cluster whether or not anyone waits. Dropping the future gives the result up.
+    """
+
+    def __init__(self, handle: CallHandle, outcome: "concurrent.futures.Future[ResultT]") -> None:
+        self._handle = handle
+        self._outcome = outcome
+
+    @property
+    def call_id(self) -> str | None:
+        """The call's id, for `plexrl explain`; None until the cluster has accepted the call."""
+        return self._handle.call_id
+
+    @property
+    def state(self) -> str:
+        """Last state heard of, e.g. "RUNNING"."""
+        return t.CallState.Name(self._handle.state).removeprefix("CALL_STATE_")
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Units done and in all (0 if unknown): tokens of generate, micro-batches of training."""
+        return self._handle.progress
+
+    def done(self) -> bool:
+        """Whether the outcome is here."""
+        return self._outcome.done()
+
+    def result(self, timeout_s: float | None = None) -> ResultT:
+        """Waits for the result. Raises the call's PlexRLError, or TimeoutError while the call goes on."""
+        try:
+            result = self._outcome.result(timeout_s)
+        except TimeoutError:
+            if not self._outcome.done():
+                raise TimeoutError(
+                    f"{self._handle.description} is {self.state} after {timeout_s} s; it goes on: wait again, "
+                    "explain() it or cancel() it"
+                ) from None
+            raise
+        finally:
+            if self._outcome.done():
+                self._handle.delivered()
+        return result
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Waits for the end; the exception that `result` would raise, or None."""
+        try:
+            self.result(timeout_s)
+        except Exception as error:
+            if not self._outcome.done():
+                raise
+            return error
+        return None
+
+    def cancel(self) -> None:
+        """Asks the cluster to end the call; `result` then raises CallCancelled, unless the call finished first."""
+        self._handle.cancel()
+
+    def explain(self) -> str:
+        """One sentence, with numbers, on what the call waits for or how it ended."""
+        return self._handle.explain()
+
+    def __await__(self) -> Generator[object, None, ResultT]:
+        # Cancelling the waiting task does not cancel the call: it may be one of a sequence.
+        try:
+            return (yield from asyncio.wrap_future(self._outcome).__await__())
+        finally:
+            if self._outcome.done():
+                self._handle.delivered()
+
+    def __del__(self) -> None:
+        self._handle.dropped()
+
+    def __repr__(self) -> str:
+        return f"<CallFuture {self._handle.description} {self.state}>"
