@@ -182,18 +182,22 @@ class EmbeddedPostgres:
 
     def execute(self, sql: str, *, database: str = "postgres") -> str:
         """Runs one statement and returns its rows as psql prints them, unaligned. For set-up, not for data."""
+        return self.psql("--command", sql, database=database)
+
+    def psql(self, *arguments: str, database: str = "postgres", user: str = SUPERUSER) -> str:
+        """Runs psql and returns what it prints. Raises EmbeddedError with its complaint at the first error."""
         result = subprocess.run(
             [
                 *(str(self._bin / "psql"), "--no-psqlrc", "--quiet", "--tuples-only", "--no-align"),
-                *("--host", str(self.socket_folder), "--port", str(PORT), "--username", SUPERUSER),
-                *("--dbname", _checked(database), "--set", "ON_ERROR_STOP=1", "--command", sql),
+                *("--host", str(self.socket_folder), "--port", str(PORT), "--username", user),
+                *("--dbname", _checked(database), "--set", "ON_ERROR_STOP=1", *arguments),
             ],
             capture_output=True,
             text=True,
             env=_environment(),
         )
         if result.returncode != 0:
-            raise EmbeddedError(f"Postgres refused {sql.split(';')[0]!r}: {result.stderr.strip()}")
+            raise EmbeddedError(f"Postgres refused {' '.join(arguments)!r}: {result.stderr.strip()}")
         return result.stdout.strip()
 
     def _command(self, death_signal: signal.Signals, argv: list[str]) -> list[str]:
