@@ -1,11 +1,12 @@
 """What an engine does, in numpy arrays and plain values: no protobuf, torch or vLLM.
 
-An engine serves the deployments of one architecture and configuration on one device. It runs one function at a time; the
-caller orders them. Two implementations pass the same conformance suite: `vllm_torch.VllmTorchEngine` and `fake.FakeEngine`.
+An engine serves the deployments of one architecture and configuration on one device. It runs one function at a time;
+the caller orders them. Two implementations pass the same conformance suite: `vllm_torch.VllmTorchEngine` and
+`fake.FakeEngine`.
 
-A deployment's state has four components. Each is on the device or not; a copy of what is not lies in the deployment's host
-image, shared memory that belongs to the caller. What the caller must remember to use an image again, even in another
-engine process, is its `ParkedState`.
+A deployment's state has four components. Each is on the device or not; a copy of what is not lies in the deployment's
+host image, shared memory that belongs to the caller. What the caller must remember to use an image again, even in
+another engine process, is its `ParkedState`.
 """
 
 from collections.abc import Collection
@@ -237,9 +238,9 @@ class LossParams:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Sequences to train on. Every per-token array is float32 [N], flat like the token ids; entry t belongs to predicting
-    token t from the tokens before it. weights[first token of a sequence] must be 0. Arrays that the loss does not use
-    must stay None.
+    """Sequences to train on. Every per-token array is float32 [N], flat like the token ids; entry t belongs to
+    predicting token t from the tokens before it. weights[first token of a sequence] must be 0. Arrays that the loss
+    does not use must stay None.
     """
 
     tokens: TokenBatch
@@ -254,9 +255,9 @@ class LossBatch:
 class TrainMetrics:
     """Outcome of a forward_backward.
 
-    loss: sum over tokens of weight * term. kl: mean over weighted tokens of the k3 estimate of KL(old || current), 0 without
-    old_logprobs. entropy: their mean entropy in nats. clip_fraction: share whose ratio was clipped. token_count: tokens with
-    weight other than 0. logprobs: float32 [N], 0 where the weight is 0.
+    loss: sum over tokens of weight * term. kl: mean over weighted tokens of the k3 estimate of KL(old || current), 0
+    without old_logprobs. entropy: their mean entropy in nats. clip_fraction: share whose ratio was clipped.
+    token_count: tokens with weight other than 0. logprobs: float32 [N], 0 where the weight is 0.
     """
 
     loss: float
@@ -326,8 +327,8 @@ class Control(Protocol):
 class Engine(Protocol):
     """An engine of one architecture and configuration.
 
-    Every method raises EngineError kinds only, and leaves the state as it was when it raises, unless it says otherwise. All
-    that take a deployment raise UnknownDeployment.
+    Every method raises EngineError kinds only, and leaves the state as it was when it raises, unless it says
+    otherwise. All that take a deployment raise UnknownDeployment.
     """
 
     def describe(self) -> EngineDescription:

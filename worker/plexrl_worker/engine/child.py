@@ -1,0 +1,260 @@
+"""The engine child: one process around one engine, driven by its daemon over an inherited socket.
+
+    python -m plexrl_worker.engine.child --fd 5 --parent-pid 4711 --engine vllm
+
+The main thread runs one function at a time; a reader thread takes frames, so that an abort is heard at once. The
+process ends when its parent dies (PR_SET_PDEATHSIG), when the socket closes, or by an error that is not a typed one
+of the engine inside start. It decides nothing: what to run, when, and what to do about failures is the daemon's.
+"""
+
+import argparse
+import ctypes
+import logging
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import numpy as np
+
+from plexrl.v1 import engine_pb2 as e
+from plexrl.v1 import types_pb2 as t
+from plexrl_worker.engine import codec, frames, port
+from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_INTERVAL_S = 0.05
+_MAX_QUEUED_REQUESTS = 256
+
+log = logging.getLogger("plexrl.engine")
+
+EngineFactory = Callable[[port.EngineSettings], port.Engine]
+
+
+def start_vllm(settings: port.EngineSettings) -> port.Engine:
+    """The real engine. Imported here because importing it takes seconds and needs its environment set before."""
+    from plexrl_worker.engine.vllm_torch import start
+
+    return start(settings)
+
+
+def start_fake(settings: port.EngineSettings) -> port.Engine:
+    """The test double, without torch and vLLM."""
+    from plexrl_worker.engine.fake import FakeEngine
+
+    return FakeEngine(settings)
+
+
+FACTORIES: dict[str, EngineFactory] = {"vllm": start_vllm, "fake": start_fake}
+
+
+class RequestControl:
+    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames."""
+
+    def __init__(self, child: "Child", request_id: int) -> None:
+        self._child = child
+        self._request_id = request_id
+        self._next_frame_s = 0.0
+
+    def aborted(self) -> bool:
+        """Whether the daemon asked to end this request."""
+        return self._child.is_aborted(self._request_id)
+
+    def progress(self, done: int, total: int) -> None:
+        """Sends a progress frame, at most one per interval."""
+        now_s = time.monotonic()
+        if now_s >= self._next_frame_s:
+            self._next_frame_s = now_s + _PROGRESS_INTERVAL_S
+            self._child.send(
+                e.EngineResponse(request_id=self._request_id, progress=e.EngineProgress(done=done, total=total))
+            )
+
+
+class Child:
+    """Serves one engine on one socket."""
+
+    def __init__(self, sock: socket.socket, factory: EngineFactory) -> None:
+        self._sock = sock
+        self._factory = factory
+        self._engine: port.Engine | None = None
+        self._requests: queue.Queue[tuple[e.EngineRequest, int | None]] = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._aborted: set[int] = set()
+        self._newest_id = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Serves until the socket closes; does not return."""
+        threading.Thread(target=self._read, name="engine-frames", daemon=True).start()
+        while True:
+            request, descriptor = self._requests.get()
+            response = self._answer(request, descriptor)
+            response.request_id = request.request_id
+            with self._lock:
+                self._aborted.discard(request.request_id)
+            self.send(response)
+
+    def send(self, response: e.EngineResponse) -> None:
+        """Sends a frame; ends the process when the daemon is gone."""
+        try:
+            frames.send(self._sock, response.SerializeToString())
+        except OSError:
+            os._exit(0)
+
+    def is_aborted(self, request_id: int) -> bool:
+        """Whether an abort of the request has arrived."""
+        with self._lock:
+            return request_id in self._aborted
+
+    def _read(self) -> None:
+        """Takes frames until the daemon closes the socket, then ends the process, whatever the main thread does."""
+        try:
+            while True:
+                payload, descriptor = frames.receive(self._sock)
+                request = e.EngineRequest.FromString(payload)
+                if request.WhichOneof("function") == "abort_request_id":
+                    with self._lock:
+                        self._aborted.add(request.abort_request_id)
+                else:
+                    self._requests.put((request, descriptor))
+        except (frames.Closed, OSError):
+            os._exit(0)
+
+    def _answer(self, request: e.EngineRequest, descriptor: int | None) -> e.EngineResponse:
+        function = request.WhichOneof("function")
+        try:
+            if self.is_aborted(request.request_id):
+                raise Aborted("the request was aborted before it began")
+            return self._run(request, descriptor)
+        except EngineError as error:
+            return e.EngineResponse(failure=e.EngineFailure(reason=error.reason, message=str(error)))
+        except MemoryError as error:
+            return e.EngineResponse(failure=e.EngineFailure(reason="OUT_OF_MEMORY", message=f"{function}: {error}"))
+        # The daemon decides what an unforeseen error means for the state: it gets it typed, and the log gets the trace.
+        except Exception as error:
+            log.exception("engine_function_failed function=%s", function)
+            message = f"{function}: {type(error).__name__}: {error}"
+            return e.EngineResponse(failure=e.EngineFailure(reason=EngineError.reason, message=message))
+
+    def _run(self, request: e.EngineRequest, descriptor: int | None) -> e.EngineResponse:
+        function = request.WhichOneof("function")
+        if function == "start":
+            if self._engine is not None:
+                raise InvalidArgument("start: the engine is already started")
+            self._engine = self._factory(codec.settings(request.start))
+            return e.EngineResponse(description=codec.description_response(self._engine.describe()))
+        if self._engine is None:
+            raise InvalidArgument(f"{function}: start the engine first")
+        return run_function(self._engine, request, descriptor, RequestControl(self, request.request_id))
+
+
+def run_function(
+    engine: port.Engine, request: e.EngineRequest, descriptor: int | None, control: port.Control
+) -> e.EngineResponse:
+    """Runs one function of the engine and packs its outcome. Raises EngineError kinds."""
+    deployment_id = request.deployment_id
+    done = e.EngineResponse(done=e.EngineNoArguments())
+    match request.WhichOneof("function"):
+        case "declare":
+            layout = engine.declare(deployment_id, codec.deployment_settings(request.declare))
+            return e.EngineResponse(layout=codec.layout_response(layout))
+        case "initialize":
+            base = codec.base(request.initialize)
+            state = engine.initialize(deployment_id, base, request.initialize.weights_version, control)
+            return e.EngineResponse(state=codec.state_response(state))
+        case "attach_host":
+            engine.attach_host(deployment_id, _map(descriptor, request.attach_host.size_bytes))
+            return done
+        case "swap_out":
+            report = engine.swap_out(deployment_id, codec.components(request.swap_out.components), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
+        case "swap_in":
+            parked, components = request.swap_in.parked, request.swap_in.components
+            report = engine.swap_in(deployment_id, codec.parked(parked), codec.components(components), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
+        case "state":
+            return e.EngineResponse(state=codec.state_response(engine.state(deployment_id)))
+        case "drop":
+            engine.drop(deployment_id)
+            return done
+        case "acquire_device":
+            engine.acquire_device()
+            return done
+        case "release_device":
+            return e.EngineResponse(released=e.ReleaseDeviceResponse(released_bytes=engine.release_device()))
+        case "generate":
+            prompts = codec.token_batch(request.generate.prompts, name="prompts")
+            params = codec.sampling(request.generate.sampling)
+            generation = engine.generate(deployment_id, request.generate.weights_version, prompts, params, control)
+            return e.EngineResponse(generation=codec.generation_result(generation))
+        case "score":
+            batch = codec.token_batch(request.score.batch)
+            if request.score.rollout:
+                scores = engine.score_rollout(deployment_id, request.score.weights_version, batch, control)
+            else:
+                scores = engine.score(deployment_id, batch, control)
+            return e.EngineResponse(scores=codec.scores_result(scores))
+        case "forward_backward":
+            arguments = codec.loss_arguments(request.forward_backward)
+            metrics = engine.forward_backward(deployment_id, *arguments, control)
+            return e.EngineResponse(train=codec.metrics_result(metrics))
+        case "optim_step":
+            step = engine.optim_step(deployment_id, codec.adamw(request.optim_step))
+            return e.EngineResponse(step=t.OptimStepResult(grad_norm=step.grad_norm, step=step.step))
+        case "sync":
+            engine.sync(deployment_id, request.sync.weights_version)
+            return done
+        case "save":
+            saved = engine.save(deployment_id, request.save.directory, control)
+            return e.EngineResponse(saved=codec.saved_response(saved))
+        case "load":
+            version = request.load.weights_version if request.load.HasField("weights_version") else None
+            state = engine.load(deployment_id, request.load.directory, version, control)
+            return e.EngineResponse(state=codec.state_response(state))
+        case "start" | "abort_request_id" | None:
+            raise InvalidArgument(f"function {request.WhichOneof('function')} cannot be run here")
+        case unreachable:
+            assert_never(unreachable)
+
+
+def _map(descriptor: int | None, size_bytes: int) -> port.ByteArray:
+    """Maps shared memory writable and closes its descriptor; the mapping lives as long as the array."""
+    if descriptor is None:
+        raise InvalidArgument("attach_host: no file descriptor came with the frame")
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=np.uint8)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"attach_host: cannot map {size_bytes} bytes: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent dies; ends it now if that has happened already."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit("the parent died before the engine child began")
+
+
+def main() -> None:
+    """Process entry."""
+    parser = argparse.ArgumentParser(prog="plexrl-engine", description="An engine child of a PlexRL worker.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the daemon; this process dies with it")
+    parser.add_argument("--engine", choices=sorted(FACTORIES), required=True, help="which engine")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # The daemon ends children itself; a terminal's Ctrl-C must not reach them first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Child(socket.socket(fileno=arguments.fd), FACTORIES[arguments.engine]).run()
+
+
+if __name__ == "__main__":
+    main()

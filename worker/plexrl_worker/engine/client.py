@@ -1,0 +1,413 @@
+"""The daemon's end of an engine child: starts the process, sends it functions, hears progress, notices death and hangs.
+
+Every function returns an EngineCall: await it for its outcome, `abort()` it, read its progress. Functions run in the
+order in which they were called. Knows frames and wire messages; decides nothing.
+
+    engine = await EngineProcess.start("vllm", settings)
+    layout = await engine.declare("model-1", DeploymentSettings())
+    call = engine.generate("model-1", spec, weights_version=3)
+    result = await call
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Mapping
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from plexrl.v1 import engine_pb2 as e
+from plexrl.v1 import types_pb2 as t
+from plexrl_worker.engine import codec, frames, port
+from plexrl_worker.engine.errors import EngineDied, EngineError, EngineHung, error_of
+
+T = TypeVar("T")
+
+_MAX_CALLS_IN_FLIGHT = 128
+_READ_BYTES = 1 << 20
+
+ProgressListener = Callable[[int, int], None]
+
+
+class EngineCall(Generic[T]):
+    """One function that the child runs or has queued. Await it: the outcome, or an EngineError kind."""
+
+    def __init__(self, process: "EngineProcess", request_id: int, unpack: Callable[[e.EngineResponse], T]) -> None:
+        self.request_id = request_id
+        self.done_units = 0
+        self.total_units = 0
+        self.on_progress: ProgressListener | None = None
+        self._process = process
+        self._unpack = unpack
+        self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # A call that nobody awaits any more must not log "exception was never retrieved" when its engine dies.
+        self._outcome.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits for the outcome. Cancelling the waiter does not abort the function."""
+        return asyncio.shield(self._outcome).__await__()
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._outcome.done()
+
+    def abort(self) -> None:
+        """Asks the child to end it at its next step with Aborted; it may still succeed if it was about to."""
+        if not self._outcome.done():
+            self._process._send(e.EngineRequest(abort_request_id=self.request_id))
+
+    def _advance(self, progress: e.EngineProgress) -> None:
+        self.done_units, self.total_units = progress.done, progress.total
+        if self.on_progress is not None:
+            self.on_progress(progress.done, progress.total)
+
+    def _finish(self, response: e.EngineResponse) -> None:
+        if self._outcome.done():
+            return
+        if response.WhichOneof("event") == "failure":
+            self._outcome.set_exception(error_of(response.failure.reason, response.failure.message))
+        else:
+            self._outcome.set_result(self._unpack(response))
+
+    def _fail(self, error: EngineError) -> None:
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
+
+
+class EngineProcess:
+    """An engine child. `start` makes one; `close` or `kill` ends it.
+
+    hang_limit_s: a running function that shows no progress for so long is a hang: the child is killed and what is in
+    flight raises EngineHung. When the child ends by itself, what is in flight and what comes later raises EngineDied.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, hang_limit_s: float) -> None:
+        self.description: port.EngineDescription
+        self.started_s = time.monotonic()
+        self._process = process
+        self._sock = sock
+        self._hang_limit_s = hang_limit_s
+        self._calls: OrderedDict[int, EngineCall[Any]] = OrderedDict()
+        self._next_request_id = 1
+        self._last_frame_s = time.monotonic()
+        self._death: EngineDied | None = None
+        self._hung = False
+        self._exited = asyncio.Event()
+        self._outgoing: asyncio.Queue[tuple[bytes, int | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(coroutine) for coroutine in (self._write(), self._read(), self._watch())]
+        self._reaper = loop.create_task(self._reap())
+
+    @classmethod
+    async def start(
+        cls,
+        kind: str,
+        settings: port.EngineSettings,
+        *,
+        start_limit_s: float = 300.0,
+        hang_limit_s: float = 120.0,
+        log_file: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Starts a child ("vllm" or "fake") and its engine. Must run in the daemon's main thread: the child dies with
+        the thread that made it. `log_file` takes its output, else it goes where the daemon's goes.
+
+        Raises Unsupported, InvalidArgument and other EngineErrors of the engine's start, EngineDied, EngineHung.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        log = None if log_file is None else log_file.open("ab")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "plexrl_worker.engine.child"),
+                *("--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()), "--engine", kind),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            if log is not None:
+                log.close()
+        ours.setblocking(False)
+        engine = cls(process, ours, max(start_limit_s, hang_limit_s))
+        try:
+            start = e.EngineRequest(start=codec.start_request(settings))
+            engine.description = await engine._call(start, lambda r: codec.description(r.description))
+        except BaseException:
+            await engine.kill()
+            raise
+        engine._hang_limit_s = hang_limit_s
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def death(self) -> EngineDied | None:
+        """How the child ended; None while it lives."""
+        return self._death
+
+    @property
+    def busy(self) -> bool:
+        """Whether a function runs or is queued."""
+        return bool(self._calls)
+
+    async def wait_exit(self) -> EngineDied:
+        """Waits until the child has ended and been reaped; says how."""
+        await self._exited.wait()
+        assert self._death is not None
+        return self._death
+
+    async def kill(self) -> EngineDied:
+        """Ends the child at once; what is in flight raises EngineDied."""
+        self._signal_kill()
+        return await self.wait_exit()
+
+    async def close(self, limit_s: float = 5.0) -> EngineDied:
+        """Lets the child end by closing its socket; kills it when that takes longer than `limit_s`."""
+        self._shut_socket()
+        try:
+            return await asyncio.wait_for(self.wait_exit(), limit_s)
+        except TimeoutError:
+            return await self.kill()
+
+    # The functions of port.Engine. Those that the wire knows take and return its messages as they are.
+
+    def declare(self, deployment_id: str, settings: port.DeploymentSettings) -> EngineCall[port.StateLayout]:
+        """See port.Engine.declare."""
+        request = e.EngineRequest(deployment_id=deployment_id, declare=codec.declare_request(settings))
+        return self._call(request, lambda r: codec.layout(r.layout))
+
+    def initialize(
+        self, deployment_id: str, base: port.Base, rollout_version: int = 0
+    ) -> EngineCall[port.DeploymentState]:
+        """See port.Engine.initialize."""
+        initialize = codec.initialize_request(base, rollout_version)
+        request = e.EngineRequest(deployment_id=deployment_id, initialize=initialize)
+        return self._call(request, lambda r: codec.deployment_state(r.state))
+
+    def attach_host(self, deployment_id: str, memory_fd: int, size_bytes: int) -> EngineCall[None]:
+        """Maps shared memory (a memfd) as the deployment's host image; `memory_fd` stays the caller's."""
+        attach = e.AttachHostRequest(size_bytes=size_bytes)
+        request = e.EngineRequest(deployment_id=deployment_id, attach_host=attach)
+        return self._call(request, _nothing, descriptor=os.dup(memory_fd))
+
+    def swap_out(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
+        """See port.Engine.swap_out."""
+        swap = e.SwapOutRequest(components=codec.component_values(components))
+        request = e.EngineRequest(deployment_id=deployment_id, swap_out=swap)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
+    def swap_in(
+        self, deployment_id: str, parked: port.ParkedState, components: Collection[port.Component]
+    ) -> EngineCall[port.SwapReport]:
+        """See port.Engine.swap_in."""
+        swap = e.SwapInRequest(parked=codec.parked_message(parked), components=codec.component_values(components))
+        request = e.EngineRequest(deployment_id=deployment_id, swap_in=swap)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
+    def state(self, deployment_id: str) -> EngineCall[port.DeploymentState]:
+        """See port.Engine.state."""
+        request = e.EngineRequest(deployment_id=deployment_id, state=e.EngineNoArguments())
+        return self._call(request, lambda r: codec.deployment_state(r.state))
+
+    def drop(self, deployment_id: str) -> EngineCall[None]:
+        """See port.Engine.drop."""
+        return self._call(e.EngineRequest(deployment_id=deployment_id, drop=e.EngineNoArguments()), _nothing)
+
+    def acquire_device(self) -> EngineCall[None]:
+        """See port.Engine.acquire_device."""
+        return self._call(e.EngineRequest(acquire_device=e.EngineNoArguments()), _nothing)
+
+    def release_device(self) -> EngineCall[int]:
+        """See port.Engine.release_device: bytes released."""
+        request = e.EngineRequest(release_device=e.EngineNoArguments())
+        return self._call(request, lambda r: r.released.released_bytes)
+
+    def generate(self, deployment_id: str, spec: t.GenerateSpec, weights_version: int) -> EngineCall[t.GenerateResult]:
+        """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate."""
+        generate = e.EngineGenerateRequest(
+            weights_version=weights_version, prompts=spec.prompts, sampling=spec.sampling
+        )
+        request = e.EngineRequest(deployment_id=deployment_id, generate=generate)
+        return self._call(request, lambda r: r.generation)
+
+    def score(self, deployment_id: str, spec: t.ScoreSpec) -> EngineCall[t.ScoreResult]:
+        """See port.Engine.score."""
+        request = e.EngineRequest(deployment_id=deployment_id, score=e.EngineScoreRequest(batch=spec.batch))
+        return self._call(request, lambda r: r.scores)
+
+    def score_rollout(self, deployment_id: str, spec: t.ScoreSpec, weights_version: int) -> EngineCall[t.ScoreResult]:
+        """See port.Engine.score_rollout."""
+        score = e.EngineScoreRequest(batch=spec.batch, rollout=True, weights_version=weights_version)
+        request = e.EngineRequest(deployment_id=deployment_id, score=score)
+        return self._call(request, lambda r: r.scores)
+
+    def forward_backward(self, deployment_id: str, spec: t.ForwardBackwardSpec) -> EngineCall[t.ForwardBackwardResult]:
+        """See port.Engine.forward_backward."""
+        request = e.EngineRequest(deployment_id=deployment_id, forward_backward=spec)
+        return self._call(request, lambda r: r.train)
+
+    def optim_step(self, deployment_id: str, spec: t.OptimStepSpec) -> EngineCall[t.OptimStepResult]:
+        """See port.Engine.optim_step."""
+        request = e.EngineRequest(deployment_id=deployment_id, optim_step=spec.adamw)
+        return self._call(request, lambda r: r.step)
+
+    def sync(self, deployment_id: str, weights_version: int) -> EngineCall[None]:
+        """See port.Engine.sync."""
+        sync = e.EngineSyncRequest(weights_version=weights_version)
+        return self._call(e.EngineRequest(deployment_id=deployment_id, sync=sync), _nothing)
+
+    def save(self, deployment_id: str, directory: str) -> EngineCall[port.SavedState]:
+        """See port.Engine.save."""
+        request = e.EngineRequest(deployment_id=deployment_id, save=e.EngineSaveRequest(directory=directory))
+        return self._call(request, lambda r: codec.saved(r.saved))
+
+    def load(
+        self, deployment_id: str, directory: str, rollout_version: int | None = None
+    ) -> EngineCall[port.DeploymentState]:
+        """See port.Engine.load."""
+        load = e.EngineLoadRequest(directory=directory, weights_version=rollout_version)
+        request = e.EngineRequest(deployment_id=deployment_id, load=load)
+        return self._call(request, lambda r: codec.deployment_state(r.state))
+
+    def _call(
+        self, request: e.EngineRequest, unpack: Callable[[e.EngineResponse], T], descriptor: int | None = None
+    ) -> EngineCall[T]:
+        request.request_id = self._next_request_id
+        self._next_request_id += 1
+        call = EngineCall(self, request.request_id, unpack)
+        if self._death is not None:
+            call._fail(self._death)
+        elif len(self._calls) >= _MAX_CALLS_IN_FLIGHT:
+            call._fail(EngineError(f"{len(self._calls)} functions are in flight, the limit: wait for some"))
+        else:
+            if not self._calls:
+                self._last_frame_s = time.monotonic()
+            self._calls[request.request_id] = call
+            self._send(request, descriptor)
+            return call
+        if descriptor is not None:
+            os.close(descriptor)
+        return call
+
+    def _send(self, request: e.EngineRequest, descriptor: int | None = None) -> None:
+        self._outgoing.put_nowait((request.SerializeToString(), descriptor))
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                payload, descriptor = await self._outgoing.get()
+                head = frames.header(payload)
+                if descriptor is None:
+                    await loop.sock_sendall(self._sock, head + payload)
+                else:
+                    await self._send_descriptor(head, descriptor)
+                    await loop.sock_sendall(self._sock, payload)
+        except OSError:
+            self._signal_kill()
+
+    async def _send_descriptor(self, head: bytes, descriptor: int) -> None:
+        """Sends a frame's length with a descriptor. A header is so small that the kernel takes it whole or not at
+        all.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    socket.send_fds(self._sock, [head], [descriptor])
+                    return
+                except BlockingIOError:
+                    writable = asyncio.Event()
+                    loop.add_writer(self._sock, writable.set)
+                    try:
+                        await writable.wait()
+                    finally:
+                        loop.remove_writer(self._sock)
+        finally:
+            os.close(descriptor)
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        buffer = bytearray()
+        try:
+            while data := await loop.sock_recv(self._sock, _READ_BYTES):
+                self._last_frame_s = time.monotonic()
+                buffer += data
+                while len(buffer) >= frames.HEADER.size:
+                    end = frames.HEADER.size + frames.payload_bytes(bytes(buffer[: frames.HEADER.size]))
+                    if len(buffer) < end:
+                        break
+                    response = e.EngineResponse.FromString(bytes(buffer[frames.HEADER.size : end]))
+                    del buffer[:end]
+                    self._hear(response)
+        except OSError:
+            pass
+        self._signal_kill()
+
+    def _hear(self, response: e.EngineResponse) -> None:
+        if response.WhichOneof("event") == "progress":
+            if call := self._calls.get(response.request_id):
+                call._advance(response.progress)
+        elif call := self._calls.pop(response.request_id, None):
+            call._finish(response)
+
+    async def _watch(self) -> None:
+        """Kills the child when the running function has shown nothing for the hang limit."""
+        while True:
+            await asyncio.sleep(min(1.0, self._hang_limit_s / 4))
+            if self._calls and time.monotonic() - self._last_frame_s > self._hang_limit_s:
+                self._hung = True
+                self._signal_kill()
+
+    async def _reap(self) -> None:
+        code = await self._process.wait()
+        died_by = -code if code < 0 else None
+        if self._hung:
+            message = f"engine child {self.pid} showed no progress for {self._hang_limit_s:g} s and was killed"
+            self._death = EngineHung(message, exit_code=None, signal=died_by)
+        elif died_by is not None:
+            message = f"engine child {self.pid} was ended by {signal.Signals(died_by).name}"
+            self._death = EngineDied(message, exit_code=None, signal=died_by)
+        else:
+            self._death = EngineDied(f"engine child {self.pid} exited with code {code}", exit_code=code)
+        # Frames that the child sent before it died still count.
+        await asyncio.wait([self._tasks[1]], timeout=1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sock.close()
+        while not self._outgoing.empty():
+            _, descriptor = self._outgoing.get_nowait()
+            if descriptor is not None:
+                os.close(descriptor)
+        for call in self._calls.values():
+            call._fail(self._death)
+        self._calls.clear()
+        self._exited.set()
+
+    def _shut_socket(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _signal_kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+def _nothing(_: e.EngineResponse) -> None:
+    return None

@@ -1,0 +1,546 @@
+"""A test double of the engine: numpy alone, starts at once. Never for real work.
+
+The model is a table of next-token logits, one row per token: float32 [vocab_size, vocab_size]. Losses, AdamW, swaps,
+versions and checkpoints are real, so that callers meet the port's behaviour and a job can even learn on it.
+
+The engine's config_json needs `vocab_size` and `max_position_embeddings`, and may order faults:
+
+    "plexrl_fake": [{"function": "generate", "fault": "crash", "flag_file": "/tmp/once"}]
+
+function: a method of the port. fault: crash (SIGKILL of the process, in the middle of the function), exit (code 3),
+hang (forever), slow (`delay_s`, heard by abort), fail (an error that is not typed), out_of_memory, leak (`leak_bytes`
+more held by each call). flag_file: the fault strikes only while that file exists, and removes it: once.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import time
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from plexrl_worker.engine import checkpoints, losses
+from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.errors import (
+    Aborted,
+    CheckpointMismatch,
+    DeviceNotHeld,
+    InvalidArgument,
+    NonFinite,
+    OutOfMemory,
+    SlotOccupied,
+    UnknownDeployment,
+    Unsupported,
+    VersionMismatch,
+)
+from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.port import (
+    AdamWParams,
+    Base,
+    ByteArray,
+    Component,
+    Control,
+    DeploymentSettings,
+    DeploymentState,
+    DirectoryBase,
+    EngineDescription,
+    EngineSettings,
+    FinishReason,
+    Float32Array,
+    Generation,
+    InitBase,
+    LossBatch,
+    LossName,
+    LossParams,
+    ParkedState,
+    Precision,
+    SamplingParams,
+    SavedState,
+    StateLayout,
+    StepResult,
+    SwapReport,
+    TokenBatch,
+    TrainMetrics,
+)
+from plexrl_worker.engine.seeds import completion_seed
+
+_TABLE = "table"
+
+
+class _Deployment:
+    def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
+        size_bytes = 4 * vocab_size * vocab_size
+        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
+        if settings.trainable:
+            sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
+        sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
+        self.settings = settings
+        self.layout = state_layout(sizes, vocab_size * vocab_size)
+        self.ledger = ComponentLedger(deployment_id, self.layout)
+        self.arrays: dict[Component, Float32Array] = {}
+        self.image: ByteArray | None = None
+
+    def table(self, component: Component, vocab_size: int) -> Float32Array:
+        """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
+        tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
+        first: Float32Array = tables[0]
+        return first
+
+
+class FakeEngine:
+    """port.Engine on a table of logits. See the module for its faults."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        try:
+            config = json.loads(settings.config_json)
+            self._vocab_size = int(config["vocab_size"])
+            self._max_sequence_tokens = settings.max_sequence_tokens or int(config["max_position_embeddings"])
+            self._architecture = str(config["architectures"][0])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise InvalidArgument(f"config_json is not a model configuration: {error!r}") from error
+        if settings.precision is not Precision.FLOAT32:
+            raise Unsupported("the fake engine computes in float32 only")
+        self._settings = settings
+        self._faults: list[dict[str, Any]] = config.get("plexrl_fake", [])
+        self._deployments: dict[str, _Deployment] = {}
+        self._leaked: list[bytearray] = []
+        self._holds_device = True
+        self._strike("start", None)
+
+    def describe(self) -> EngineDescription:
+        """See port.Engine."""
+        return EngineDescription(
+            architecture=self._architecture,
+            precision=Precision.FLOAT32,
+            device_kind="cpu",
+            threads=self._settings.threads,
+            vocab_size=self._vocab_size,
+            max_sequence_tokens=self._max_sequence_tokens,
+            kv_cache_bytes=self._settings.kv_cache_bytes,
+            losses=tuple(LossName),
+            library_versions={"numpy": np.__version__},
+        )
+
+    def declare(self, deployment_id: str, settings: DeploymentSettings) -> StateLayout:
+        """See port.Engine."""
+        known = self._deployments.get(deployment_id)
+        if known is None:
+            known = self._deployments[deployment_id] = _Deployment(deployment_id, settings, self._vocab_size)
+        elif known.settings != settings:
+            raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
+        return known.layout
+
+    def initialize(self, deployment_id: str, base: Base, rollout_version: int, control: Control) -> DeploymentState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "initialize", control)
+        self._claim_slot(deployment_id)
+        weights = self._base_weights(base)
+        self._fill(deployment, weights.ravel(), None, weights.ravel())
+        deployment.ledger.optimizer_step = 0
+        deployment.ledger.rollout_version = rollout_version
+        return deployment.ledger.state()
+
+    def attach_host(self, deployment_id: str, image: ByteArray) -> None:
+        """See port.Engine."""
+        deployment = self._deployment(deployment_id)
+        if image.shape != (deployment.layout.host_bytes,):
+            raise InvalidArgument(f"host image has {image.size} bytes, want {deployment.layout.host_bytes}")
+        deployment.image = image
+        deployment.ledger.forget_image()
+
+    def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        self._strike("swap_out", control)
+        moved = released = 0
+        for component in deployment.ledger.resident(components):
+            place = deployment.ledger.place(component)
+            if deployment.ledger.is_dirty(component):
+                raw = deployment.arrays[component].view(np.uint8)
+                if not deployment.ledger.is_zero(component):
+                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
+                    moved += place.size_bytes
+                deployment.ledger.park(component, _checksum(raw))
+            deployment.ledger.evict(component)
+            del deployment.arrays[component]
+            released += place.size_bytes
+        return SwapReport(moved, released, time.monotonic() - started_s, deployment.ledger.parked_state())
+
+    def swap_in(
+        self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
+    ) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._on_device(deployment_id, "swap_in", control)
+        copies = deployment.ledger.parked_of(parked, components)
+        if any(copy.component is Component.ROLLOUT_WEIGHTS for copy in copies):
+            self._claim_slot(deployment_id)
+        moved = allocated = 0
+        for copy in copies:
+            place = deployment.ledger.place(copy.component)
+            raw = np.zeros(place.size_bytes, np.uint8)
+            if not copy.is_zero:
+                raw[:] = self._image(deployment)[place.offset : place.offset + place.size_bytes]
+                moved += place.size_bytes
+            if _checksum(raw) != copy.checksum:
+                for other in copies:
+                    deployment.arrays.pop(other.component, None)
+                    deployment.ledger.evict(other.component)
+                raise deployment.ledger.corrupt(copy.component)
+            deployment.arrays[copy.component] = raw.view(np.float32)
+            deployment.ledger.adopt(copy, parked)
+            allocated += place.size_bytes
+        return SwapReport(moved, allocated, time.monotonic() - started_s, deployment.ledger.parked_state())
+
+    def state(self, deployment_id: str) -> DeploymentState:
+        """See port.Engine."""
+        return self._deployment(deployment_id).ledger.state()
+
+    def drop(self, deployment_id: str) -> None:
+        """See port.Engine."""
+        self._deployments.pop(deployment_id, None)
+
+    def acquire_device(self) -> None:
+        """See port.Engine."""
+        self._holds_device = True
+
+    def release_device(self) -> int:
+        """See port.Engine."""
+        for deployment_id, deployment in self._deployments.items():
+            if deployment.arrays:
+                raise SlotOccupied(f"{deployment_id} has state on the device: swap it out first")
+        released = self._settings.kv_cache_bytes if self._holds_device else 0
+        self._holds_device = False
+        return released
+
+    def generate(
+        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+    ) -> Generation:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "generate", None)
+        table = self._rollout(deployment, weights_version, "generate")
+        losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
+        check_sampling(params, prompts, self._max_sequence_tokens)
+        if params.stop:
+            raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
+        self._strike("generate", control)
+        last_tokens = prompts.token_ids[np.cumsum(prompts.lengths) - 1]
+        completions, logprobs, reasons = [], [], []
+        total = int(prompts.lengths.size) * params.n
+        for index in range(total):
+            if control.aborted():
+                raise Aborted("generate was aborted")
+            prompt_index, completion_index = divmod(index, params.n)
+            draws = np.random.default_rng(completion_seed(params.seed, prompt_index, completion_index))
+            ids, scores, reason = _sample(table, int(last_tokens[prompt_index]), params, draws)
+            completions.append(ids)
+            logprobs.append(scores)
+            reasons.append(reason)
+            control.progress(index + 1, total)
+        return Generation(
+            token_ids=np.concatenate(completions).astype(np.int32),
+            lengths=np.array([len(ids) for ids in completions], np.int32),
+            logprobs=np.concatenate(logprobs).astype(np.float32) if params.logprobs else np.zeros(0, np.float32),
+            finish_reasons=tuple(reasons),
+            weights_version=weights_version,
+        )
+
+    def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "score", control)
+        deployment.ledger.require([Component.TRAIN_WEIGHTS], "score")
+        return self._scores(deployment.table(Component.TRAIN_WEIGHTS, self._vocab_size), batch)
+
+    def score_rollout(
+        self, deployment_id: str, weights_version: int, batch: TokenBatch, control: Control
+    ) -> Float32Array:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "score_rollout", control)
+        return self._scores(self._rollout(deployment, weights_version, "score_rollout"), batch)
+
+    def forward_backward(
+        self, deployment_id: str, batch: LossBatch, loss: LossName, params: LossParams, control: Control
+    ) -> TrainMetrics:
+        """See port.Engine."""
+        deployment = self._trainable(deployment_id, "forward_backward", control)
+        deployment.ledger.require([Component.TRAIN_WEIGHTS, Component.GRADIENTS], "forward_backward")
+        losses.check_tokens(batch.tokens, self._vocab_size, self._max_sequence_tokens)
+        losses.check_loss(batch, loss, params)
+        positions = np.flatnonzero(batch.weights)
+        previous, current = batch.tokens.token_ids[positions - 1], batch.tokens.token_ids[positions]
+        log_probabilities = _log_softmax(deployment.table(Component.TRAIN_WEIGHTS, self._vocab_size)[previous])
+        rows = np.arange(positions.size)
+        chosen = log_probabilities[rows, current].astype(np.float32)
+        terms = losses.evaluate(loss, params, chosen, losses.select(batch, positions))
+        probabilities = np.exp(log_probabilities)
+        slopes = -probabilities * terms.gradient[:, None]
+        slopes[rows, current] += terms.gradient
+        gradient = np.zeros((self._vocab_size, self._vocab_size), np.float32)
+        np.add.at(gradient, previous, slopes.astype(np.float32))
+        if control.aborted():
+            raise Aborted("forward_backward was aborted")
+        deployment.table(Component.GRADIENTS, self._vocab_size)[:] += gradient
+        deployment.ledger.write(Component.GRADIENTS)
+        logprobs = np.zeros(batch.tokens.token_ids.size, np.float32)
+        logprobs[positions] = chosen
+        count = max(positions.size, 1)
+        entropy = -float(np.sum(probabilities * log_probabilities)) / count
+        clip_fraction = terms.clipped / count
+        return TrainMetrics(terms.loss, terms.kl_sum / count, entropy, clip_fraction, positions.size, logprobs)
+
+    def optim_step(self, deployment_id: str, params: AdamWParams) -> StepResult:
+        """See port.Engine."""
+        deployment = self._trainable(deployment_id, "optim_step", None)
+        check_adamw(params)
+        train = [Component.TRAIN_WEIGHTS, Component.GRADIENTS, Component.OPTIMIZER]
+        deployment.ledger.require(train, "optim_step")
+        weights, gradient, moments = (deployment.arrays[component] for component in train)
+        first, second = moments.reshape(2, -1)
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        if not np.isfinite(norm):
+            raise NonFinite("the gradient is not finite; the step was not taken")
+        scale = 1.0 if params.max_grad_norm is None else min(1.0, params.max_grad_norm / (norm + 1e-6))
+        step = deployment.ledger.optimizer_step + 1
+        scaled = gradient * np.float32(scale)
+        first[:] = params.beta1 * first + (1 - params.beta1) * scaled
+        second[:] = params.beta2 * second + (1 - params.beta2) * scaled**2
+        corrected = np.sqrt(second / (1 - params.beta2**step)) + params.eps
+        weights *= np.float32(1 - params.lr * params.weight_decay)
+        weights -= (params.lr * (first / (1 - params.beta1**step)) / corrected).astype(np.float32)
+        gradient[:] = 0
+        deployment.ledger.optimizer_step = step
+        for component in train:
+            deployment.ledger.write(component, zero=component is Component.GRADIENTS)
+        return StepResult(norm, step)
+
+    def sync(self, deployment_id: str, weights_version: int) -> None:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "sync", None)
+        deployment.ledger.require([Component.TRAIN_WEIGHTS], "sync")
+        self._claim_slot(deployment_id)
+        deployment.arrays[Component.ROLLOUT_WEIGHTS] = deployment.arrays[Component.TRAIN_WEIGHTS].copy()
+        deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
+        deployment.ledger.rollout_version = weights_version
+
+    def save(self, deployment_id: str, directory: str, control: Control) -> SavedState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "save", control)
+        deployment.ledger.require([entry.component for entry in deployment.layout.components], "save")
+        path, size = Path(directory), self._vocab_size
+        weights = deployment.table(Component.TRAIN_WEIGHTS, size)
+        rollout = deployment.table(Component.ROLLOUT_WEIGHTS, size)
+        (path / checkpoints.CONFIG_FILE).write_text(self._settings.config_json)
+        save_file({_TABLE: weights}, path / checkpoints.WEIGHTS_FILE)
+        if not np.array_equal(weights, rollout):
+            save_file({_TABLE: rollout}, path / checkpoints.ROLLOUT_FILE)
+        if deployment.settings.trainable:
+            first, second = deployment.arrays[Component.OPTIMIZER].reshape(2, size, size)
+            moments = {f"exp_avg.{_TABLE}": first, f"exp_avg_sq.{_TABLE}": second}
+            save_file(moments, path / checkpoints.OPTIMIZER_FILE)
+            if not deployment.ledger.is_zero(Component.GRADIENTS):
+                save_file({_TABLE: deployment.table(Component.GRADIENTS, size)}, path / checkpoints.GRADIENTS_FILE)
+        step, version = deployment.ledger.optimizer_step, deployment.ledger.rollout_version
+        return checkpoints.commit(path, self._conditions(), step, version, control.progress)
+
+    def load(
+        self, deployment_id: str, directory: str, rollout_version: int | None, control: Control
+    ) -> DeploymentState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "load", control)
+        self._claim_slot(deployment_id)
+        manifest = checkpoints.verify(Path(directory), control.progress)
+        manifest.require(self._conditions())
+        weights = _read(manifest, checkpoints.WEIGHTS_FILE, _TABLE)
+        if weights.shape != (self._vocab_size, self._vocab_size):
+            raise CheckpointMismatch(f"{directory}: was written for another vocabulary")
+        rollout = weights
+        if checkpoints.ROLLOUT_FILE in manifest.files:
+            rollout = _read(manifest, checkpoints.ROLLOUT_FILE, _TABLE)
+        training = None
+        if deployment.settings.trainable:
+            if checkpoints.OPTIMIZER_FILE not in manifest.files:
+                raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
+            names = (f"exp_avg.{_TABLE}", f"exp_avg_sq.{_TABLE}")
+            moments = np.concatenate([_read(manifest, checkpoints.OPTIMIZER_FILE, name).ravel() for name in names])
+            gradients = np.zeros_like(weights)
+            if checkpoints.GRADIENTS_FILE in manifest.files:
+                gradients = _read(manifest, checkpoints.GRADIENTS_FILE, _TABLE)
+            training = (gradients.ravel(), moments)
+        self._fill(deployment, weights.ravel(), training, rollout.ravel())
+        deployment.ledger.optimizer_step = manifest.optimizer_step
+        deployment.ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
+        return deployment.ledger.state()
+
+    def close(self) -> None:
+        """See port.Engine."""
+        self._deployments.clear()
+
+    def _base_weights(self, base: Base) -> Float32Array:
+        shape = (self._vocab_size, self._vocab_size)
+        match base:
+            case InitBase(seed):
+                return np.random.default_rng(seed).normal(0.0, 0.02, shape).astype(np.float32)
+            case DirectoryBase(path):
+                try:
+                    weights: Float32Array = load_file(Path(path) / checkpoints.WEIGHTS_FILE)[_TABLE]
+                except (OSError, KeyError, SafetensorError) as error:
+                    raise InvalidArgument(f"{path}: cannot read its weights: {error!r}") from error
+                if weights.shape != shape:
+                    raise InvalidArgument(f"{path}: {_TABLE} has shape {list(weights.shape)}, want {list(shape)}")
+                return weights
+
+    def _conditions(self) -> dict[str, str]:
+        return {
+            "engine": "fake",
+            "config_sha256": hashlib.sha256(self._settings.config_json.encode()).hexdigest(),
+            "threads": str(self._settings.threads),
+        }
+
+    def _fill(
+        self,
+        deployment: _Deployment,
+        weights: Float32Array,
+        training: tuple[Float32Array, Float32Array] | None,
+        rollout: Float32Array,
+    ) -> None:
+        """Sets all components; `training` is (gradients, moments), None for zeros."""
+        arrays = {Component.TRAIN_WEIGHTS: weights, Component.ROLLOUT_WEIGHTS: rollout}
+        if deployment.settings.trainable:
+            zeros = (np.zeros(weights.size, np.float32), np.zeros(2 * weights.size, np.float32))
+            arrays[Component.GRADIENTS], arrays[Component.OPTIMIZER] = training or zeros
+        for component, values in arrays.items():
+            deployment.arrays[component] = np.array(values, np.float32)
+            deployment.ledger.write(component, zero=not values.any())
+
+    def _deployment(self, deployment_id: str) -> _Deployment:
+        try:
+            return self._deployments[deployment_id]
+        except KeyError:
+            raise UnknownDeployment(f"{deployment_id} is not declared in this engine") from None
+
+    def _on_device(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+        deployment = self._deployment(deployment_id)
+        if not self._holds_device:
+            raise DeviceNotHeld(f"{function}: the engine has released the device")
+        if control is not None or function in ("optim_step", "sync"):
+            self._strike(function, control)
+        return deployment
+
+    def _trainable(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+        deployment = self._on_device(deployment_id, function, control)
+        if not deployment.settings.trainable:
+            raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
+        return deployment
+
+    def _claim_slot(self, deployment_id: str) -> None:
+        for other_id, other in self._deployments.items():
+            if other_id != deployment_id and Component.ROLLOUT_WEIGHTS in other.arrays:
+                raise SlotOccupied(f"the generator holds the weights of {other_id}: swap them out first")
+
+    def _rollout(self, deployment: _Deployment, weights_version: int, function: str) -> Float32Array:
+        deployment.ledger.require([Component.ROLLOUT_WEIGHTS], function)
+        if deployment.ledger.rollout_version != weights_version:
+            held = deployment.ledger.rollout_version
+            raise VersionMismatch(f"{function} asks for version {weights_version}, the generator holds {held}")
+        return deployment.table(Component.ROLLOUT_WEIGHTS, self._vocab_size)
+
+    def _scores(self, table: Float32Array, batch: TokenBatch) -> Float32Array:
+        losses.check_tokens(batch, self._vocab_size, self._max_sequence_tokens)
+        scores = np.zeros(batch.token_ids.size, np.float32)
+        rest = np.setdiff1d(np.arange(batch.token_ids.size), losses.first_positions(batch))
+        scores[rest] = _log_softmax(table[batch.token_ids[rest - 1]])[np.arange(rest.size), batch.token_ids[rest]]
+        return scores
+
+    def _image(self, deployment: _Deployment) -> ByteArray:
+        if deployment.image is None:
+            raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
+        return deployment.image
+
+    def _strike(self, function: str, control: Control | None) -> None:
+        """Commits the faults that are ordered for a function."""
+        for fault in self._faults:
+            if fault["function"] != function:
+                continue
+            if flag_file := fault.get("flag_file"):
+                try:
+                    os.unlink(flag_file)
+                except FileNotFoundError:
+                    continue
+            match fault["fault"]:
+                case "crash":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "exit":
+                    os._exit(3)
+                case "hang":
+                    while True:
+                        time.sleep(3600)
+                case "slow":
+                    _sleep(float(fault["delay_s"]), control)
+                case "fail":
+                    raise RuntimeError(f"{function} was told to fail")
+                case "out_of_memory":
+                    raise OutOfMemory(f"{function} was told to run out of memory")
+                case "leak":
+                    self._leaked.append(bytearray(b"\1" * int(fault["leak_bytes"])))
+                case unknown:
+                    raise InvalidArgument(f"plexrl_fake: fault {unknown!r} is not known")
+
+
+def _sleep(delay_s: float, control: Control | None) -> None:
+    end_s = time.monotonic() + delay_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        if control is not None:
+            control.progress(0, 0)
+            if control.aborted():
+                raise Aborted("the function was aborted")
+        time.sleep(min(left_s, 0.01))
+
+
+def _read(manifest: checkpoints.Manifest, file: str, name: str) -> Float32Array:
+    tensor: Float32Array = load_file(manifest.directory / file)[name]
+    return tensor
+
+
+def _checksum(raw: ByteArray) -> int:
+    return zlib.crc32(raw.data) << 32 | zlib.adler32(raw.data)
+
+
+def _log_softmax(logits: Float32Array) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    log_probabilities: np.ndarray[tuple[int, int], np.dtype[np.float64]] = shifted - np.log(
+        np.exp(shifted).sum(axis=-1, keepdims=True)
+    )
+    return log_probabilities
+
+
+def _sample(
+    table: Float32Array, last_token: int, params: SamplingParams, draws: np.random.Generator
+) -> tuple[list[int], list[float], FinishReason]:
+    """One completion: (token ids, raw log-probabilities, why it ended)."""
+    ids: list[int] = []
+    scores: list[float] = []
+    for _ in range(params.max_tokens):
+        raw = _log_softmax(table[last_token][None])[0]
+        draw = draws.random()
+        if params.temperature == 0:
+            last_token = int(raw.argmax())
+        else:
+            order = np.argsort(-raw, kind="stable")[: params.top_k or None]
+            masses = np.exp((raw[order] - raw[order[0]]) / params.temperature)
+            kept = int(np.searchsorted(np.cumsum(masses / masses.sum()), params.top_p)) + 1
+            cumulative = np.cumsum(masses[:kept])
+            chosen = int(np.searchsorted(cumulative, draw * cumulative[-1]))
+            last_token = int(order[min(chosen, cumulative.size - 1)])
+        ids.append(last_token)
+        scores.append(float(raw[last_token]))
+        if last_token in params.stop_token_ids:
+            return ids, scores, FinishReason.STOP
+    return ids, scores, FinishReason.LENGTH
