@@ -67,6 +67,7 @@ class Supervisor:
         self._stop = stop
         self._folder = DataFolder(settings.data_dir)
         self._postgres: EmbeddedPostgres | None = None
+        self._postgres_started_s = 0.0
         self._postgres_deaths = 0
         self._postgres_restart_at_s = 0.0
         self._parts: list[Part] = []
@@ -198,13 +199,15 @@ class Supervisor:
         if self._postgres is None or self._postgres.running:
             return False
         if self._postgres_restart_at_s == 0.0:
-            self._postgres_deaths += 1
+            steady = now_s - self._postgres_started_s > STEADY_S
+            self._postgres_deaths = 1 if steady else self._postgres_deaths + 1
             self._postgres_restart_at_s = now_s + self._delay_s(self._postgres_deaths)
             self._say(f"postgres died{self._what_now(self._postgres_deaths)}; its log: {self._postgres.log_file}")
             return True
         if not self._settings.restart or now_s < self._postgres_restart_at_s:
             return False
         self._postgres_restart_at_s = 0.0
+        self._postgres_started_s = now_s
         try:
             self._postgres.start()
         except EmbeddedError as error:
@@ -237,6 +240,8 @@ class Supervisor:
         if self._postgres is not None:
             self._postgres.stop()
         self._parts = []
+        # A client that looks for a cluster here is told at once that there is none.
+        self._folder.endpoint_file.unlink(missing_ok=True)
         self._folder.write_status({"state": "stopped"})
 
     def _write_status(self, state: str) -> None:
