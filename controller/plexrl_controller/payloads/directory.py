@@ -1,0 +1,221 @@
+"""Payloads as files: `<root>/<hash of the tenant>/<two digits>/<hash of the content>`.
+
+A file appears under its name only when it is whole and on disk. Names are hexadecimal digests and nothing else. One
+process owns the directory. File I/O runs in threads, so that the event loop never waits for a disk; renames, which are
+quick, run on the loop together with the ledger's entry, so that a deletion never meets a new file of the same content.
+"""
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import IO, Any, ParamSpec, TypeVar
+
+from plexrl_controller.domain.errors import ControllerError, DataLoss, ResourceExhausted, Unavailable
+from plexrl_controller.domain.ids import Tenant
+from plexrl_controller.domain.records import Payload
+from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256
+from plexrl_controller.payloads.port import CHUNK_BYTES, chunks_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+QUOTA_BYTES = 64 << 30
+MAX_PAYLOAD_BYTES = 4 << 30
+_PARTIAL = "partial"
+_DIGEST_DIGITS = 64
+
+
+class DirectoryPayloadStore:
+    """Implements `PayloadStore`. Made by `open`."""
+
+    def __init__(self, root: Path, ledger: Ledger) -> None:
+        self._root = root
+        self._ledger = ledger
+
+    @classmethod
+    async def open(
+        cls, root: Path, *, quota_bytes: int = QUOTA_BYTES, max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> "DirectoryPayloadStore":
+        """Makes or reads the directory; what an earlier life left half-written is removed. Raises Unavailable."""
+        ledger = Ledger(quota_bytes, max_payload_bytes)
+        for key, size_bytes in await _in_thread(_prepare, root):
+            ledger.found(key, size_bytes)
+        return cls(root, ledger)
+
+    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+        owner = _owner(tenant)
+        partial = self._root / _PARTIAL / token_hex(16)
+        reserved_bytes = 0
+        try:
+            digest = sha256()
+            file = await _in_thread(_create, partial)
+            try:
+                async for chunk in chunks_of(content):
+                    self._ledger.reserve(owner, len(chunk), reserved_bytes + len(chunk))
+                    reserved_bytes += len(chunk)
+                    await _in_thread(_write, file, chunk, digest)
+                await _in_thread(_sync, file)
+            finally:
+                file.close()
+            payload = Payload(digest.hexdigest(), reserved_bytes)
+            path = self._path((owner, payload.sha256))
+            await _in_thread(_make_directory, path.parent)
+            _rename(partial, path)
+        except BaseException:
+            self._ledger.cancel(owner, reserved_bytes)
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        self._ledger.settle((owner, payload.sha256), payload.size_bytes)
+        try:
+            await _in_thread(_sync_directory, path.parent)
+        except BaseException:
+            await self.release(tenant, payload)
+            raise
+        return payload
+
+    def retain(self, tenant: Tenant, payload: Payload) -> None:
+        self._ledger.retain((_owner(tenant), checked_sha256(payload)))
+
+    async def release(self, tenant: Tenant, payload: Payload) -> None:
+        key = _owner(tenant), checked_sha256(payload)
+        if self._ledger.release(key):
+            await self._delete([key])
+
+    async def read(self, tenant: Tenant, payload: Payload) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
+
+    async def chunks(self, tenant: Tenant, payload: Payload) -> AsyncIterator[bytes]:
+        key = _owner(tenant), checked_sha256(payload)
+        self._ledger.size(key)
+        digest = sha256()
+        size_bytes = 0
+        held_back = b""
+        file = await _in_thread(_open, self._path(key))
+        try:
+            while chunk := await _in_thread(_read, file, digest):
+                size_bytes += len(chunk)
+                if held_back:
+                    yield held_back
+                held_back = chunk
+        finally:
+            file.close()
+        if size_bytes != payload.size_bytes or digest.hexdigest() != payload.sha256:
+            raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
+        if held_back:
+            yield held_back
+
+    def stored_bytes(self, tenant: Tenant) -> int:
+        return self._ledger.used_bytes(_owner(tenant))
+
+    async def sweep(self) -> int:
+        unreferenced = list(self._ledger.unreferenced())
+        freed_bytes = sum(self._ledger.size(key) for key in unreferenced)
+        for key in unreferenced:
+            self._ledger.forget(key)
+        await self._delete(unreferenced)
+        return freed_bytes
+
+    def _path(self, key: Key) -> Path:
+        owner, digest = key
+        return self._root / owner / digest[:2] / digest
+
+    async def _delete(self, keys: list[Key]) -> None:
+        """Takes the names away at once; the blocks of a large file are freed in a thread."""
+        leftovers = [self._root / _PARTIAL / token_hex(16) for _ in keys]
+        for key, leftover in zip(keys, leftovers, strict=True):
+            with suppress(FileNotFoundError):
+                self._path(key).rename(leftover)
+        for leftover in leftovers:
+            await _in_thread(leftover.unlink, missing_ok=True)
+
+
+def _owner(tenant: Tenant) -> str:
+    return sha256(tenant.encode()).hexdigest()
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == _DIGEST_DIGITS and all(digit in "0123456789abcdef" for digit in name)
+
+
+def _prepare(root: Path) -> list[tuple[Key, int]]:
+    partials = root / _PARTIAL
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partials.mkdir(mode=0o700, exist_ok=True)
+    for leftover in partials.iterdir():
+        leftover.unlink()
+    owners = [path for path in root.iterdir() if _is_digest(path.name)]
+    files = [file for owner in owners for file in owner.glob("*/*") if _is_digest(file.name)]
+    return [((file.parent.parent.name, file.name), file.stat().st_size) for file in files]
+
+
+def _create(path: Path) -> IO[bytes]:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _open(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+def _write(file: IO[bytes], chunk: bytes, digest: Any) -> None:
+    digest.update(chunk)
+    file.write(chunk)
+
+
+def _read(file: IO[bytes], digest: Any) -> bytes:
+    chunk = file.read(CHUNK_BYTES)
+    digest.update(chunk)
+    return chunk
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _make_directory(path: Path) -> None:
+    """The directory of a content's first digits, with its own names on disk."""
+    if not path.exists():
+        for directory in (path.parent, path):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _sync_directory(directory.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    try:
+        source.replace(target)
+    except OSError as error:
+        raise _translate(error) from error
+
+
+async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs file I/O beside the loop. A cancelled wait still ends after the I/O: nobody closes a file in use."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+    except OSError as error:
+        raise _translate(error) from error
+
+
+def _translate(error: OSError) -> ControllerError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceExhausted("the payload store's disk is full", reason="DISK_FULL", retry_after_s=10.0)
+    if isinstance(error, FileNotFoundError):
+        return DataLoss(f"a stored payload is missing: {error.filename}", reason="PAYLOAD_MISSING")
+    return Unavailable(f"the payload store does not answer: {error}", retry_after_s=1.0)
