@@ -55,6 +55,7 @@ async def test_what_was_put_is_read(store: PayloadStore, content: bytes) -> None
     payload = await store.put(ACME, content)
     assert payload == payload_of(content)
     assert await store.read(ACME, payload) == content
+    assert store.find(ACME, payload.sha256) == payload
     chunks = [chunk async for chunk in store.chunks(ACME, payload)]
     assert b"".join(chunks) == content
     assert all(0 < len(chunk) <= CHUNK_BYTES for chunk in chunks)
@@ -91,6 +92,8 @@ async def test_a_tenant_reaches_its_own_content_only(store: PayloadStore) -> Non
         await store.release(OTHER, payload)
     with pytest.raises(NotFound):
         store.retain(OTHER, payload)
+    with pytest.raises(NotFound):
+        store.find(OTHER, payload.sha256)
     await store.put(OTHER, b"secret")
     await store.release(OTHER, payload)
     assert await store.read(ACME, payload) == b"secret"
@@ -104,6 +107,8 @@ async def test_a_hash_that_is_none_is_refused(store: PayloadStore, name: str) ->
         await store.release(ACME, Payload(name, 1))
     with pytest.raises(InvalidArgument):
         store.retain(ACME, Payload(name, 1))
+    with pytest.raises(InvalidArgument):
+        store.find(ACME, name)
 
 
 async def test_too_large_a_payload_is_refused_with_the_limit(store: PayloadStore) -> None:

@@ -79,11 +79,14 @@ class DirectoryPayloadStore:
             raise
         return payload
 
+    def find(self, tenant: Tenant, sha256: str) -> Payload:
+        return self._ledger.find((_owner(tenant), checked_sha256(sha256)))
+
     def retain(self, tenant: Tenant, payload: Payload) -> None:
-        self._ledger.retain((_owner(tenant), checked_sha256(payload)))
+        self._ledger.retain((_owner(tenant), checked_sha256(payload.sha256)))
 
     async def release(self, tenant: Tenant, payload: Payload) -> None:
-        key = _owner(tenant), checked_sha256(payload)
+        key = _owner(tenant), checked_sha256(payload.sha256)
         if self._ledger.release(key):
             await self._delete([key])
 
@@ -91,7 +94,7 @@ class DirectoryPayloadStore:
         return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
 
     async def chunks(self, tenant: Tenant, payload: Payload) -> AsyncIterator[bytes]:
-        key = _owner(tenant), checked_sha256(payload)
+        key = _owner(tenant), checked_sha256(payload.sha256)
         self._ledger.size(key)
         digest = sha256()
         size_bytes = 0

@@ -13,11 +13,11 @@ Key = tuple[str, str]
 """Tenant's name (or what stands for it) and content hash."""
 
 
-def checked_sha256(payload: Payload) -> str:
-    """The payload's hash. Raises InvalidArgument when it is not 64 lower-case hexadecimal digits."""
-    if _SHA256.fullmatch(payload.sha256) is None:
+def checked_sha256(sha256: str) -> str:
+    """A hash that may become a name. Raises InvalidArgument when it is not 64 lower-case hexadecimal digits."""
+    if _SHA256.fullmatch(sha256) is None:
         raise InvalidArgument("a payload's hash is 64 lower-case hexadecimal digits of SHA-256", reason="PAYLOAD_HASH")
-    return payload.sha256
+    return sha256
 
 
 class Ledger:
@@ -39,6 +39,10 @@ class Ledger:
         if key not in self._sizes:
             raise NotFound(f"no stored payload {key[1]}", reason="PAYLOAD_NOT_FOUND")
         return self._sizes[key]
+
+    def find(self, key: Key) -> Payload:
+        """What names stored content. Raises NotFound."""
+        return Payload(key[1], self.size(key))
 
     def found(self, key: Key, size_bytes: int) -> None:
         """Content of an earlier life, which nobody holds yet."""

@@ -31,16 +31,19 @@ class MemoryPayloadStore:
         self._ledger.settle((tenant, payload.sha256), len(received))
         return payload
 
+    def find(self, tenant: Tenant, sha256: str) -> Payload:
+        return self._ledger.find((tenant, checked_sha256(sha256)))
+
     def retain(self, tenant: Tenant, payload: Payload) -> None:
-        self._ledger.retain((tenant, checked_sha256(payload)))
+        self._ledger.retain((tenant, checked_sha256(payload.sha256)))
 
     async def release(self, tenant: Tenant, payload: Payload) -> None:
-        key = tenant, checked_sha256(payload)
+        key = tenant, checked_sha256(payload.sha256)
         if self._ledger.release(key):
             del self._content[key]
 
     async def read(self, tenant: Tenant, payload: Payload) -> bytes:
-        key = tenant, checked_sha256(payload)
+        key = tenant, checked_sha256(payload.sha256)
         self._ledger.size(key)
         content = self._content[key]
         if len(content) != payload.size_bytes or sha256(content).hexdigest() != payload.sha256:

@@ -37,6 +37,10 @@ class PayloadStore(Protocol):
         """
         ...
 
+    def find(self, tenant: Tenant, sha256: str) -> Payload:
+        """The tenant's stored content of that hash. Raises NotFound."""
+        ...
+
     def retain(self, tenant: Tenant, payload: Payload) -> None:
         """Takes a reference to stored content. Raises NotFound when the tenant has no such content."""
         ...
