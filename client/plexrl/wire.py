@@ -62,7 +62,7 @@ def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.
     """
     want = _WIRE_DTYPES[dtype]
     if message.dtype != want:
-        raise WireError(f"{name}: dtype is {t.DType.Name(message.dtype)}, want {t.DType.Name(want)}")
+        raise WireError(f"{name}: dtype is {t.Dtype.Name(message.dtype)}, want {t.Dtype.Name(want)}")
     shape = tuple(message.shape)
     if any(extent < 0 for extent in shape):
         raise WireError(f"{name}: shape {list(shape)} has a negative extent")
@@ -121,12 +121,12 @@ def split(values: NDArray[np.generic], lengths: Int32Array) -> list[NDArray[np.g
     return np.split(values, np.cumsum(lengths)[:-1]) if lengths.size else []
 
 
-def kind_of(spec: t.CallSpec) -> t.CallKind:
-    """The CallKind of a spec; WireError when no function is set."""
+def kind_of(spec: t.CallSpec) -> int:
+    """The CallKind's number of a spec; WireError when no function is set."""
     function = spec.WhichOneof("function")
     if function is None:
         raise WireError("spec.function: not set, want one of the functions of CallSpec")
-    return t.CallKind.Value(f"CALL_KIND_{function.upper()}")
+    return int(t.CallKind.Value(f"CALL_KIND_{function.upper()}"))
 
 
 def error_status(info: ErrorInfo) -> status_pb2.Status:

@@ -181,52 +181,6 @@ class Worker(_message.Message):
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
 @_typing.final
-class Tenant(_message.Message):
-    """A tenant."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """1-64 characters of [A-Za-z0-9._-]."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
-
-@_typing.final
-class CreateTenantRequest(_message.Message):
-    """Creates a tenant."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tenant(self) -> Global___Tenant:
-        """The tenant."""
-
-    def __init__(
-        self,
-        *,
-        tenant: Global___Tenant | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CreateTenantRequest: _TypeAlias = CreateTenantRequest  # noqa: Y015
-
-@_typing.final
 class CreateTokenRequest(_message.Message):
     """Creates a token."""
 
@@ -236,9 +190,9 @@ class CreateTokenRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     label: _builtins.str
-    """Idempotency is by label: a label in use is ALREADY_EXISTS."""
+    """Says whose it is, 1-64 characters of [A-Za-z0-9._-]; unique among tokens that are not revoked."""
     tenant: _builtins.str
-    """Its tenant; required for role TENANT, empty for others."""
+    """Its tenant, 1-64 characters of [A-Za-z0-9._-]; required for role TENANT, optional for ADMIN, empty for others."""
     role: Global___Role.ValueType
     """What it may do."""
     def __init__(

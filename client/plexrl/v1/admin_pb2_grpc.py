@@ -36,11 +36,6 @@ class AdminServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.CreateTenant = channel.unary_unary(
-                '/plexrl.v1.AdminService/CreateTenant',
-                request_serializer=plexrl_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
-                response_deserializer=plexrl_dot_v1_dot_admin__pb2.Tenant.FromString,
-                _registered_method=True)
         self.CreateToken = channel.unary_unary(
                 '/plexrl.v1.AdminService/CreateToken',
                 request_serializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenRequest.SerializeToString,
@@ -78,15 +73,9 @@ class AdminServiceServicer(object):
     says that a tenant sees its own.
     """
 
-    def CreateTenant(self, request, context):
-        """Creates a tenant. Creating it again is fine. INVALID_ARGUMENT: the name.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CreateToken(self, request, context):
-        """Creates a token; its text is returned once and stored only as a hash. NOT_FOUND: no such tenant.
+        """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
+        of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,11 +119,6 @@ class AdminServiceServicer(object):
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'CreateTenant': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateTenant,
-                    request_deserializer=plexrl_dot_v1_dot_admin__pb2.CreateTenantRequest.FromString,
-                    response_serializer=plexrl_dot_v1_dot_admin__pb2.Tenant.SerializeToString,
-            ),
             'CreateToken': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateToken,
                     request_deserializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenRequest.FromString,
@@ -177,33 +161,6 @@ class AdminService(object):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
     """
-
-    @staticmethod
-    def CreateTenant(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/plexrl.v1.AdminService/CreateTenant',
-            plexrl_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
-            plexrl_dot_v1_dot_admin__pb2.Tenant.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def CreateToken(request,

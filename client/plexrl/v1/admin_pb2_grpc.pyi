@@ -35,10 +35,10 @@ class AdminServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
-    CreateTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.Tenant]
-    """Creates a tenant. Creating it again is fine. INVALID_ARGUMENT: the name."""
     CreateToken: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTokenRequest, _admin_pb2.CreateTokenResponse]
-    """Creates a token; its text is returned once and stored only as a hash. NOT_FOUND: no such tenant."""
+    """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
+    of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
+    """
     RevokeToken: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeTokenRequest, _admin_pb2.RevokeTokenResponse]
     """Revokes a token. NOT_FOUND."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
@@ -57,10 +57,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    CreateTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.Tenant]  # type: ignore[assignment]
-    """Creates a tenant. Creating it again is fine. INVALID_ARGUMENT: the name."""
     CreateToken: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTokenRequest, _admin_pb2.CreateTokenResponse]  # type: ignore[assignment]
-    """Creates a token; its text is returned once and stored only as a hash. NOT_FOUND: no such tenant."""
+    """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
+    of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
+    """
     RevokeToken: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeTokenRequest, _admin_pb2.RevokeTokenResponse]  # type: ignore[assignment]
     """Revokes a token. NOT_FOUND."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -78,20 +78,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """
 
     @_abc_1.abstractmethod
-    def CreateTenant(
-        self,
-        request: _admin_pb2.CreateTenantRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.Tenant, _abc.Awaitable[_admin_pb2.Tenant]]:
-        """Creates a tenant. Creating it again is fine. INVALID_ARGUMENT: the name."""
-
-    @_abc_1.abstractmethod
     def CreateToken(
         self,
         request: _admin_pb2.CreateTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateTokenResponse, _abc.Awaitable[_admin_pb2.CreateTokenResponse]]:
-        """Creates a token; its text is returned once and stored only as a hash. NOT_FOUND: no such tenant."""
+        """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
+        of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
+        """
 
     @_abc_1.abstractmethod
     def RevokeToken(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17plexrl/v1/payload.proto\x12\tplexrl.v1\"E\n\x11PutPayloadRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"(\n\x12PutPayloadResponse\x12\x12\n\npayload_id\x18\x01 \x01(\t\"\'\n\x11GetPayloadRequest\x12\x12\n\npayload_id\x18\x01 \x01(\t\"\"\n\x12GetPayloadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xae\x01\n\x0ePayloadService\x12M\n\nPutPayload\x12\x1c.plexrl.v1.PutPayloadRequest\x1a\x1d.plexrl.v1.PutPayloadResponse\"\x00(\x01\x12M\n\nGetPayload\x12\x1c.plexrl.v1.GetPayloadRequest\x1a\x1d.plexrl.v1.GetPayloadResponse\"\x00\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17plexrl/v1/payload.proto\x12\tplexrl.v1\"E\n\x11PutPayloadRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"(\n\x12PutPayloadResponse\x12\x12\n\npayload_id\x18\x01 \x01(\t\"9\n\x11GetPayloadRequest\x12\x12\n\npayload_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"\"\n\x12GetPayloadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xae\x01\n\x0ePayloadService\x12M\n\nPutPayload\x12\x1c.plexrl.v1.PutPayloadRequest\x1a\x1d.plexrl.v1.PutPayloadResponse\"\x00(\x01\x12M\n\nGetPayload\x12\x1c.plexrl.v1.GetPayloadRequest\x1a\x1d.plexrl.v1.GetPayloadResponse\"\x00\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTPAYLOADRESPONSE']._serialized_start=109
   _globals['_PUTPAYLOADRESPONSE']._serialized_end=149
   _globals['_GETPAYLOADREQUEST']._serialized_start=151
-  _globals['_GETPAYLOADREQUEST']._serialized_end=190
-  _globals['_GETPAYLOADRESPONSE']._serialized_start=192
-  _globals['_GETPAYLOADRESPONSE']._serialized_end=226
-  _globals['_PAYLOADSERVICE']._serialized_start=229
-  _globals['_PAYLOADSERVICE']._serialized_end=403
+  _globals['_GETPAYLOADREQUEST']._serialized_end=208
+  _globals['_GETPAYLOADRESPONSE']._serialized_start=210
+  _globals['_GETPAYLOADRESPONSE']._serialized_end=244
+  _globals['_PAYLOADSERVICE']._serialized_start=247
+  _globals['_PAYLOADSERVICE']._serialized_end=421
 # @@protoc_insertion_point(module_scope)

@@ -75,16 +75,20 @@ class GetPayloadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAYLOAD_ID_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
     payload_id: _builtins.str
     """Its id."""
+    model_id: _builtins.str
+    """Workers only: the model whose bundle it belongs to."""
     def __init__(
         self,
         *,
         payload_id: _builtins.str = ...,
+        model_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload_id", b"payload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "payload_id", b"payload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

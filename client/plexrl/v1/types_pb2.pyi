@@ -20,29 +20,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _DType:
+class _Dtype:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType], _builtins.type):
+class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    DTYPE_UNSPECIFIED: _DType.ValueType  # 0
+    DTYPE_UNSPECIFIED: _Dtype.ValueType  # 0
     """Not set: refused."""
-    DTYPE_INT32: _DType.ValueType  # 1
+    DTYPE_INT32: _Dtype.ValueType  # 1
     """4-byte signed integers: token ids, lengths."""
-    DTYPE_FLOAT32: _DType.ValueType  # 2
+    DTYPE_FLOAT32: _Dtype.ValueType  # 2
     """4-byte IEEE floats: log-probabilities, weights, advantages."""
 
-class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
+class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a Tensor. Arrays are packed little-endian, row-major."""
 
-DTYPE_UNSPECIFIED: DType.ValueType  # 0
+DTYPE_UNSPECIFIED: Dtype.ValueType  # 0
 """Not set: refused."""
-DTYPE_INT32: DType.ValueType  # 1
+DTYPE_INT32: Dtype.ValueType  # 1
 """4-byte signed integers: token ids, lengths."""
-DTYPE_FLOAT32: DType.ValueType  # 2
+DTYPE_FLOAT32: Dtype.ValueType  # 2
 """4-byte IEEE floats: log-probabilities, weights, advantages."""
-Global___DType: _TypeAlias = DType  # noqa: Y015
+Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 class _InFlight:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -407,7 +407,7 @@ class Tensor(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    dtype: Global___DType.ValueType
+    dtype: Global___Dtype.ValueType
     """Element type."""
     data: _builtins.bytes
     """The elements, little-endian, row-major, without padding."""
@@ -418,7 +418,7 @@ class Tensor(_message.Message):
     def __init__(
         self,
         *,
-        dtype: Global___DType.ValueType = ...,
+        dtype: Global___Dtype.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...

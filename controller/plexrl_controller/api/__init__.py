@@ -1,0 +1,1 @@
+"""The controller's gRPC services: one file each, thin over `dispatch`."""

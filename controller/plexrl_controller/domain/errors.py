@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one family: a stable reason, a sentence that says what to do, and the status it maps to."""
+"""Everything that can go wrong, as one family: a stable reason, a sentence that says what to do, its status code."""
 
 from collections.abc import Mapping
 

@@ -57,13 +57,12 @@ MACHINE: Machine[Call, S, CallEvent] = Machine(
         row(CallEvent.CANCEL, [S.PENDING, S.CANCELLING], S.CANCELLED, *_ENDED_BADLY),
         row(CallEvent.FAIL, [S.CANCELLING], S.CANCELLED, *_ENDED_BADLY, note="it was ending anyway"),
         row(CallEvent.LOSE_ATTEMPT, [S.CANCELLING], S.CANCELLED, *_ENDED_BADLY),
-        row(CallEvent.EXPIRE, [S.PENDING], S.EXPIRED, *_ENDED_BADLY),
         row(
             CallEvent.EXPIRE,
-            [S.DISPATCHED, S.RUNNING, S.YIELDED, S.CANCELLING],
+            [S.PENDING, S.CANCELLING],
             S.EXPIRED,
-            Effect.SEND_ABORT,
             *_ENDED_BADLY,
+            note="on a worker it is CANCELLING first: whether it was applied is known only from the worker",
         ),
     ),
 )

@@ -47,7 +47,7 @@ class DirectoryPayloadStore:
             ledger.found(key, size_bytes)
         return cls(root, ledger)
 
-    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+    async def put(self, content: bytes | AsyncIterable[bytes], tenant: Tenant) -> Payload:
         owner = _owner(tenant)
         partial = self._root / _PARTIAL / token_hex(16)
         reserved_bytes = 0
@@ -75,27 +75,29 @@ class DirectoryPayloadStore:
         try:
             await _in_thread(_sync_directory, path.parent)
         except BaseException:
-            await self.release(tenant, payload)
+            await self.release(payload, tenant)
             raise
         return payload
 
-    def find(self, tenant: Tenant, sha256: str) -> Payload:
-        return self._ledger.find((_owner(tenant), checked_sha256(sha256)))
+    def find(self, payload_id: str, tenant: Tenant | None = None) -> Payload:
+        return self._ledger.find(_owner_or_any(tenant), checked_sha256(payload_id))
 
-    def retain(self, tenant: Tenant, payload: Payload) -> None:
+    async def owned_by(self, payload_id: str, tenant: Tenant | None) -> bool:
+        return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
+
+    def retain(self, payload: Payload, tenant: Tenant) -> None:
         self._ledger.retain((_owner(tenant), checked_sha256(payload.sha256)))
 
-    async def release(self, tenant: Tenant, payload: Payload) -> None:
+    async def release(self, payload: Payload, tenant: Tenant) -> None:
         key = _owner(tenant), checked_sha256(payload.sha256)
         if self._ledger.release(key):
             await self._delete([key])
 
-    async def read(self, tenant: Tenant, payload: Payload) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
+    async def read(self, payload: Payload, tenant: Tenant | None = None) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks(payload, tenant)])
 
-    async def chunks(self, tenant: Tenant, payload: Payload) -> AsyncIterator[bytes]:
-        key = _owner(tenant), checked_sha256(payload.sha256)
-        self._ledger.size(key)
+    async def chunks(self, payload: Payload, tenant: Tenant | None = None) -> AsyncIterator[bytes]:
+        key = self._ledger.key(_owner_or_any(tenant), checked_sha256(payload.sha256))
         digest = sha256()
         size_bytes = 0
         held_back = b""
@@ -108,7 +110,7 @@ class DirectoryPayloadStore:
                 held_back = chunk
         finally:
             file.close()
-        if size_bytes != payload.size_bytes or digest.hexdigest() != payload.sha256:
+        if payload.size_bytes not in (size_bytes, -1) or digest.hexdigest() != payload.sha256:
             raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
         if held_back:
             yield held_back
@@ -140,6 +142,10 @@ class DirectoryPayloadStore:
 
 def _owner(tenant: Tenant) -> str:
     return sha256(tenant.encode()).hexdigest()
+
+
+def _owner_or_any(tenant: Tenant | None) -> str | None:
+    return None if tenant is None else _owner(tenant)
 
 
 def _is_digest(name: str) -> bool:

@@ -1,7 +1,7 @@
 """What is stored, for whom, and who still needs it. In memory, no I/O; shared by the payload stores."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from plexrl_controller.domain.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -29,6 +29,7 @@ class Ledger:
         self._sizes: dict[Key, int] = {}
         self._references: Counter[Key] = Counter()
         self._used: Counter[str] = Counter()
+        self._owners: defaultdict[str, set[str]] = defaultdict(set)
 
     def used_bytes(self, owner: str) -> int:
         """Stored and reserved bytes of an owner."""
@@ -40,13 +41,25 @@ class Ledger:
             raise NotFound(f"no stored payload {key[1]}", reason="PAYLOAD_NOT_FOUND")
         return self._sizes[key]
 
-    def find(self, key: Key) -> Payload:
-        """What names stored content. Raises NotFound."""
-        return Payload(key[1], self.size(key))
+    def holds(self, owner: str | None, sha256: str) -> bool:
+        """Whether the owner, or with None anybody, has stored content of that hash."""
+        return sha256 in self._owners if owner is None else (owner, sha256) in self._sizes
+
+    def key(self, owner: str | None, sha256: str) -> Key:
+        """The key of stored content, of any owner with None. Raises NotFound."""
+        if owner is None:
+            owner = next(iter(self._owners.get(sha256, ())), "")
+        self.size((owner, sha256))
+        return owner, sha256
+
+    def find(self, owner: str | None, sha256: str) -> Payload:
+        """What names stored content, of any owner with None. Raises NotFound."""
+        return Payload(sha256, self.size(self.key(owner, sha256)))
 
     def found(self, key: Key, size_bytes: int) -> None:
         """Content of an earlier life, which nobody holds yet."""
         self._sizes[key] = size_bytes
+        self._owners[key[1]].add(key[0])
         self._used[key[0]] += size_bytes
 
     def reserve(self, owner: str, more_bytes: int, payload_bytes: int) -> None:
@@ -66,6 +79,7 @@ class Ledger:
         if key in self._sizes:
             self._used[key[0]] -= size_bytes
         self._sizes[key] = size_bytes
+        self._owners[key[1]].add(key[0])
         self._references[key] += 1
 
     def retain(self, key: Key) -> None:
@@ -88,6 +102,9 @@ class Ledger:
         """Content that is being deleted."""
         del self._references[key]
         self._used[key[0]] -= self._sizes.pop(key)
+        self._owners[key[1]].discard(key[0])
+        if not self._owners[key[1]]:
+            del self._owners[key[1]]
 
     def unreferenced(self) -> Iterable[Key]:
         """Content that nobody holds."""

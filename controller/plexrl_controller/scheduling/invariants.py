@@ -1,4 +1,4 @@
-"""What must hold of every decision before it is committed. A decision that breaks one is rejected, logged and counted."""
+"""What must hold of every decision before it is committed; one that breaks it is rejected, logged and counted."""
 
 from plexrl_controller.scheduling.next_slice import Decision, Serve
 from plexrl_controller.scheduling.views import GroupView

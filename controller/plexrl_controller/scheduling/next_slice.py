@@ -1,7 +1,7 @@
 """Which job a worker group serves next, and with which calls. Pure and cheap: O(jobs on the group).
 
-Order of the rules: calls in flight finish; the resident job goes on within its quantum; the group is kept for a job whose
-stall is likely shorter than a round-trip swap; then first come, first served.
+Order of the rules: calls in flight finish; the resident job goes on within its quantum; the group is kept for a job
+whose stall is likely shorter than a round-trip swap; then first come, first served.
 """
 
 from dataclasses import dataclass

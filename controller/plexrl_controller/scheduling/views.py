@@ -1,4 +1,4 @@
-"""The immutable inputs of scheduling decisions. Built by the live controller from its ledger, by the simulator from its own.
+"""The immutable inputs of scheduling decisions, built by the live controller from its ledger and by the simulator.
 
 Times are seconds on one clock; sizes are bytes.
 """

@@ -1,0 +1,219 @@
+"""Records to the wire's messages, and the parts of requests that many rpcs share."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from google.rpc import status_pb2
+
+from plexrl.v1 import admin_pb2, call_pb2, job_pb2, model_pb2, registry_pb2, types_pb2
+from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.readiness import blocked
+from plexrl_controller.domain.errors import InvalidArgument
+from plexrl_controller.domain.ids import RequestId
+from plexrl_controller.domain.records import Call, Checkpoint, Interval, Job, Model, Worker
+from plexrl_controller.domain.states import CallReason, CallState
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def timestamp(at: float | None) -> timestamp_pb2.Timestamp | None:
+    """Seconds of Unix time as a message."""
+    if at is None:
+        return None
+    message = timestamp_pb2.Timestamp()
+    message.FromNanoseconds(int(at * 1e9))
+    return message
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a message."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def seconds(message: Any, field: str, default: float, bounds: tuple[float, float]) -> float:
+    """A duration field in seconds; `default` when unset. Raises InvalidArgument outside `bounds`."""
+    if not message.HasField(field):
+        return default
+    value = float(getattr(message, field).ToNanoseconds()) / 1e9
+    if not bounds[0] <= value <= bounds[1]:
+        raise InvalidArgument(f"{field}: {value:g} s, want {bounds[0]:g} to {bounds[1]:g} s")
+    return value
+
+
+def name_of(value: str, field: str) -> str:
+    """A name from outside. Raises InvalidArgument."""
+    if not _NAME.fullmatch(value):
+        raise InvalidArgument(f"{field}: {value[:80]!r}, want 1-64 characters of A-Z a-z 0-9 . _ -")
+    return value
+
+
+def request_id_of(value: str) -> RequestId:
+    """An idempotency key from outside. Raises InvalidArgument."""
+    if not 1 <= len(value) <= 64 or not value.isprintable():
+        raise InvalidArgument("request_id: want 1-64 printable characters; a random UUID is a good choice")
+    return RequestId(value)
+
+
+def labels_of(value: Mapping[str, str], field: str) -> dict[str, str]:
+    """Labels from outside. Raises InvalidArgument."""
+    if len(value) > limits.MAX_LABELS:
+        raise InvalidArgument(f"{field}: {len(value)} entries, the limit is {limits.MAX_LABELS}")
+    for key, text in value.items():
+        name_of(key, f"{field} key")
+        if len(text) > 256 or not text.isprintable():
+            raise InvalidArgument(f"{field}[{key}]: want at most 256 printable characters")
+    return dict(value)
+
+
+def content_hash(request: Any) -> str:
+    """SHA-256 over a request's content without its request_id."""
+    bare = type(request)()
+    bare.CopyFrom(request)
+    bare.ClearField("request_id")
+    return hashlib.sha256(bare.SerializeToString(deterministic=True)).hexdigest()
+
+
+def job_message(core: Core, job: Job) -> job_pb2.Job:
+    """A job with its account."""
+    account, facts = core.ledger.account(job.job_id), core.ledger.facts.get(job.job_id)
+    return job_pb2.Job(
+        job_id=job.job_id,
+        tenant=job.tenant,
+        name=job.name,
+        state=job_pb2.JobState.ValueType(job.state),
+        labels=dict(job.labels),
+        weight=job.weight,
+        slowdown_target=job.slowdown_target,
+        lease=duration(job.lease_s),
+        create_time=timestamp(job.create_time),
+        end_time=timestamp(job.end_time),
+        account=job_pb2.JobAccount(
+            busy_s=account.busy_s,
+            swap_s=account.swap_s,
+            hold_s=account.hold_s,
+            swaps=account.swaps,
+            calls=facts.calls_succeeded if facts is not None else 0,
+            wait_s=facts.wait_s if facts is not None else 0.0,
+        ),
+        message=job.message,
+    )
+
+
+def model_message(core: Core, model: Model) -> model_pb2.Model:
+    """A model with its residency."""
+    return model_pb2.Model(
+        model_id=model.model_id,
+        job_id=model.job_id,
+        name=model.name,
+        state=model_pb2.ModelState.ValueType(model.state),
+        message=model.message,
+        role=model_pb2.ModelRole.ValueType(model.role),
+        settings=model_pb2.ModelSettings.FromString(model.settings),
+        affinity=types_pb2.Affinity.FromString(model.affinity),
+        worker_id=model.worker_id or "",
+        weights_version=model.weights_version,
+        applied_sequence=model.applied_sequence,
+        residency=core.ledger.residency.get(model.model_id, ()),
+        parameter_count=model.parameter_count,
+        state_bytes=model.state_bytes,
+        has_tokenizer=model.has_tokenizer,
+        create_time=timestamp(model.create_time),
+        next_sequence=model.last_sequence + 1,
+    )
+
+
+def call_message(core: Core, call: Call) -> call_pb2.Call:
+    """A call without its result; a pending one says what it waits for."""
+    done, total = core.ledger.progress.get(call.call_id, (0, 0))
+    reason = call.reason
+    if call.state is CallState.PENDING:
+        why = blocked(core.ledger, call)
+        reason = why.reason if why is not None else CallReason.GROUP_BUSY
+    return call_pb2.Call(
+        call_id=call.call_id,
+        request_id=call.request_id,
+        job_id=call.job_id,
+        model_id=call.model_id,
+        kind=types_pb2.CallKind.ValueType(call.kind),
+        sequence=call.sequence,
+        state=types_pb2.CallState.ValueType(call.state),
+        reason=types_pb2.CallReason.ValueType(reason),
+        error=status_pb2.Status.FromString(call.error) if call.error is not None else None,
+        attempt=call.attempt,
+        weights_version=call.weights_version,
+        worker_id=call.worker_id or "",
+        progress_done=done,
+        progress_total=total,
+        create_time=timestamp(call.create_time),
+        start_time=timestamp(call.start_time),
+        end_time=timestamp(call.end_time),
+    )
+
+
+async def full_call_message(core: Core, call: Call) -> call_pb2.Call:
+    """A call with its result where it has one."""
+    message = call_message(core, call)
+    if call.result is not None:
+        message.result.MergeFromString(await core.fetch(call.tenant, call.result))
+    return message
+
+
+def checkpoint_message(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
+    """A committed checkpoint."""
+    return types_pb2.Checkpoint(
+        checkpoint_id=checkpoint.checkpoint_id,
+        model_id=checkpoint.model_id,
+        label=checkpoint.label,
+        sequence=checkpoint.sequence,
+        step=checkpoint.step,
+        size_bytes=checkpoint.size_bytes,
+        manifest_sha256=checkpoint.manifest_sha256,
+        create_time=timestamp(checkpoint.create_time),
+    )
+
+
+def worker_message(core: Core, worker: Worker) -> admin_pb2.Worker:
+    """A worker with what it holds."""
+    group = core.ledger.groups[worker.worker_id]
+    models = [core.ledger.models[m] for m in core.ledger.models_of_worker[worker.worker_id]]
+    return admin_pb2.Worker(
+        worker_id=worker.worker_id,
+        name=worker.name,
+        state=admin_pb2.WorkerState.ValueType(worker.state),
+        address=worker.address,
+        labels=dict(worker.labels),
+        capabilities=registry_pb2.WorkerCapabilities.FromString(worker.capabilities),
+        worker_incarnation=worker.incarnation,
+        last_sync_time=timestamp(group.last_sync),
+        deployments=[
+            registry_pb2.DeploymentStatus(
+                model_id=model.model_id,
+                residency=core.ledger.residency.get(model.model_id, ()),
+                weights_version=model.weights_version,
+                applied_sequence=model.applied_sequence,
+            )
+            for model in models
+        ],
+        serving_job_id=group.serving or "",
+    )
+
+
+def interval_message(interval: Interval) -> types_pb2.DeviceInterval:
+    """A stretch of device time."""
+    return types_pb2.DeviceInterval(
+        kind=types_pb2.IntervalKind.ValueType(interval.kind),
+        worker_id=interval.worker_id,
+        job_id=interval.job_id,
+        model_id=interval.model_id,
+        call_id=interval.call_id or "",
+        call_kind=types_pb2.CallKind.ValueType(interval.call_kind or 0),
+        start_unix_ns=interval.start_unix_ns,
+        end_unix_ns=interval.end_unix_ns,
+        moved_bytes=interval.moved_bytes,
+    )

@@ -1,0 +1,68 @@
+"""PayloadService: uploads and downloads in chunks."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from plexrl.v1 import model_pb2, payload_pb2, payload_pb2_grpc
+from plexrl_controller.api.auth import identity
+from plexrl_controller.dispatch.core import Core
+from plexrl_controller.domain.errors import InvalidArgument, NotFound, ResourceExhausted
+from plexrl_controller.domain.ids import ModelId, Tenant
+from plexrl_controller.domain.records import Payload
+from plexrl_controller.domain.states import Role
+
+MAX_UPLOAD_BYTES = 8 * 1024**3
+
+
+class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
+    """The wire's PayloadService over the payload store."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def PutPayload(
+        self, request_iterator: AsyncIterator[payload_pb2.PutPayloadRequest], context: Any
+    ) -> payload_pb2.PutPayloadResponse:
+        """Stores an upload under its SHA-256."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.sha256:
+            raise InvalidArgument("the first message must carry size_bytes and sha256")
+        if first.size_bytes > MAX_UPLOAD_BYTES:
+            raise ResourceExhausted(f"size_bytes: {first.size_bytes}, the limit is {MAX_UPLOAD_BYTES}")
+
+        async def chunks() -> AsyncIterator[bytes]:
+            sha256, size_bytes = hashlib.sha256(first.data), len(first.data)
+            yield first.data
+            async for request in request_iterator:
+                sha256.update(request.data)
+                size_bytes += len(request.data)
+                if size_bytes > first.size_bytes:
+                    raise InvalidArgument(f"more bytes came than size_bytes = {first.size_bytes}")
+                yield request.data
+            if size_bytes != first.size_bytes or sha256.hexdigest() != first.sha256:
+                raise InvalidArgument(
+                    f"{size_bytes} bytes with hash {sha256.hexdigest()} came, "
+                    f"want {first.size_bytes} with {first.sha256}"
+                )
+
+        payload = await self._core.payloads.put(identity().own_tenant, chunks())
+        return payload_pb2.PutPayloadResponse(payload_id=payload.sha256)
+
+    async def GetPayload(
+        self, request: payload_pb2.GetPayloadRequest, context: Any
+    ) -> AsyncIterator[payload_pb2.GetPayloadResponse]:
+        """Reads a payload back."""
+        who = identity()
+        if len(request.payload_id) != 64 or not set(request.payload_id) <= set("0123456789abcdef"):
+            raise InvalidArgument("payload_id: want 64 hexadecimal digits")
+        tenant = self._tenant_of_model(request) if who.role is Role.WORKER else who.own_tenant
+        async for data in self._core.payloads.chunks(tenant, Payload(request.payload_id, -1)):
+            yield payload_pb2.GetPayloadResponse(data=data)
+
+    def _tenant_of_model(self, request: payload_pb2.GetPayloadRequest) -> Tenant:
+        """A worker reads the files of the models that it has, and no others."""
+        model = self._core.ledger.model(ModelId(request.model_id))
+        if request.payload_id not in model_pb2.ModelBase.FromString(model.base).bundle.payload_ids.values():
+            raise NotFound(f"model {model.model_id} has no payload {request.payload_id}")
+        return model.tenant

@@ -1,0 +1,173 @@
+"""What a transition does to other records, in the same commit: failed predecessors, ended jobs, lost workers.
+
+Pure over the ledger: takes a batch, extends it until no effect inside the ledger is left.
+"""
+
+from google.rpc import code_pb2
+
+from plexrl import wire
+from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch, ModelCalls
+from plexrl_controller.domain.records import Call, Job, Model, Record, Worker
+from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
+from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.lifecycle.calls import CallEvent
+from plexrl_controller.lifecycle.jobs import JobEvent
+from plexrl_controller.lifecycle.machine import Effect
+from plexrl_controller.lifecycle.models import ModelEvent
+
+MAX_LOST_ATTEMPTS = 3
+"""A call that has lost this many attempts to dying engines or workers fails."""
+
+_INSIDE = (Effect.FAIL_SUCCESSORS, Effect.CANCEL_CALLS, Effect.DROP_MODELS, Effect.REASSIGN)
+
+
+def settle(batch: Batch) -> None:
+    """Expands every effect that stays inside the ledger; what is left in `batch.effects` goes outward."""
+    dropped: list[tuple[Effect, Record]] = []
+    while inside := batch.take(*_INSIDE):
+        for effect, record in inside:
+            match effect, record:
+                case Effect.FAIL_SUCCESSORS, Call():
+                    _fail_successors(batch, record)
+                case Effect.CANCEL_CALLS, Job():
+                    for model_id in list(batch.ledger.models_of_job.get(record.job_id, ())):
+                        _end_calls(batch, model_id, CallReason.JOB_ENDED, f"job {record.name} is {record.state.name}")
+                case Effect.CANCEL_CALLS, Model():
+                    _end_calls_of_model(batch, record)
+                case Effect.DROP_MODELS, Job():
+                    _delete_models(batch, record)
+                case Effect.DROP_MODELS, Model():
+                    dropped.append((effect, record))
+                case Effect.REASSIGN, Worker():
+                    _reassign(batch, record)
+                case _:
+                    raise AssertionError(f"{effect} of {type(record).__name__} has no rule")
+    batch.effects.extend(dropped)
+    _release_finished_jobs(batch)
+
+
+def error_of(code: int, reason: str, message: str) -> bytes:
+    """A serialized google.rpc.Status for a call's `error`."""
+    return wire.error_status(wire.ErrorInfo(code, reason, message)).SerializeToString()
+
+
+def fail(batch: Batch, call: Call, reason: CallReason, message: str, code: int = code_pb2.FAILED_PRECONDITION) -> Call:
+    """Ends a call as FAILED."""
+    return batch.transition(
+        call, CallEvent.FAIL, reason=reason, error=error_of(code, reason.name, message), end_time=batch.now
+    )
+
+
+def end(batch: Batch, call: Call, reason: CallReason, message: str) -> None:
+    """Ends a call on request: at once while it is pending, else by asking its worker."""
+    error = error_of(code_pb2.CANCELLED, reason.name, message)
+    if call.state is CallState.PENDING:
+        batch.transition(call, CallEvent.CANCEL, reason=reason, error=error, end_time=batch.now)
+    elif call.state in (CallState.DISPATCHED, CallState.RUNNING, CallState.YIELDED):
+        batch.transition(call, CallEvent.REQUEST_CANCEL, reason=reason, error=error)
+
+
+def lose_attempt(batch: Batch, call: Call, message: str) -> None:
+    """An execution died with its engine or worker: try again, unless it has died too often."""
+    if call.state is CallState.CANCELLING:
+        batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
+    elif call.lost_attempts + 1 >= MAX_LOST_ATTEMPTS:
+        text = f"{call.lost_attempts + 1} executions died, the last with: {message}"
+        fail(batch, call, CallReason.ATTEMPTS_EXHAUSTED, text, code_pb2.ABORTED)
+    elif call.state in (CallState.DISPATCHED, CallState.RUNNING, CallState.YIELDED):
+        batch.transition(call, CallEvent.LOSE_ATTEMPT, lost_attempts=call.lost_attempts + 1, start_time=None)
+
+
+def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
+    """A worker no longer has a model's state: rebuild it where a checkpoint or the base holds exactly that state."""
+    batch.ledger.residency.pop(model.model_id, None)
+    batch.ledger.deploying.pop(model.model_id, None)
+    if model.worker_id is not None and (group := batch.ledger.groups.get(model.worker_id)):
+        group.on_device.discard(model.model_id)
+    if model.state is ModelState.CREATING:
+        return
+    if model.state is ModelState.DELETING:
+        batch.transition(model, ModelEvent.DROPPED)
+    elif model.restore_checkpoint_id is not None:
+        source = "its base" if model.restore_checkpoint_id == RESTORE_BASE else "its last checkpoint"
+        batch.transition(model, ModelEvent.RECOVER, message=f"being restored from {source} after: {cause}")
+    elif model.state in (ModelState.PLACED, ModelState.RECOVERING):
+        batch.transition(
+            model,
+            ModelEvent.LOSE_STATE,
+            failed_sequence=model.due_sequence,
+            message=f"the training state at sequence {model.applied_sequence} was lost: {cause}. "
+            "Load a checkpoint (or the base) to go on",
+        )
+
+
+def _fail_successors(batch: Batch, call: Call) -> None:
+    ledger = batch.ledger
+    model = ledger.models.get(call.model_id)
+    if model is None or not call.kind.sequenced or model.failed_sequence or call.sequence < model.due_sequence:
+        return
+    batch.update(model, failed_sequence=call.sequence)
+    message = (
+        f"sequence {call.sequence} ended as {call.state.name} ({call.call_id}); ResumeSequence lets later calls run"
+    )
+    index = ledger.calls_of_model[model.model_id]
+    for sequence, call_id in sorted(index.sequenced.items()):
+        if sequence > call.sequence and ledger.calls[call_id].state is CallState.PENDING:
+            fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
+    for call_id, version in list(index.generates.items()):
+        if version >= call.sequence and ledger.calls[call_id].state is CallState.PENDING:
+            fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
+
+
+def _end_calls_of_model(batch: Batch, model: Model) -> None:
+    match model.state:
+        case ModelState.STATE_LOST:
+            for call in batch.ledger.live_calls(model.model_id):
+                if call.state is CallState.CANCELLING:
+                    batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
+                else:
+                    fail(batch, call, CallReason.STATE_LOST, model.message, code_pb2.ABORTED)
+        case ModelState.FAILED:
+            for call in batch.ledger.live_calls(model.model_id):
+                fail(
+                    batch, call, CallReason.MODEL_NOT_ACTIVE, f"model {model.name} could not be built: {model.message}"
+                )
+        case _:
+            _end_calls(batch, model.model_id, CallReason.MODEL_DELETED, f"model {model.name} was deleted")
+
+
+def _end_calls(batch: Batch, model_id: str, reason: CallReason, message: str) -> None:
+    index = batch.ledger.calls_of_model.get(model_id, ModelCalls())  # type: ignore[call-overload]
+    # Backwards, so that no successor fails for its predecessor's sake before it is ended for the true reason.
+    for call_id in [*index.generates, *(c for _, c in sorted(index.sequenced.items(), reverse=True))]:
+        end(batch, batch.ledger.calls[call_id], reason, message)
+
+
+def _delete_models(batch: Batch, job: Job) -> None:
+    for model_id in list(batch.ledger.models_of_job.get(job.job_id, ())):
+        model = batch.ledger.models[model_id]
+        if model.state not in (ModelState.DELETING, ModelState.DELETED, ModelState.FAILED):
+            batch.transition(model, ModelEvent.DELETE, message=f"job {job.name} is {job.state.name}")
+
+
+def _reassign(batch: Batch, worker: Worker) -> None:
+    ledger = batch.ledger
+    cause = f"worker {worker.name} (incarnation {worker.incarnation}) is gone"
+    group = ledger.groups[worker.worker_id]
+    group.on_device.clear()
+    group.serving = None
+    for model_id in list(ledger.models_of_worker.get(worker.worker_id, ())):
+        lose_model_state(batch, ledger.models[model_id], cause)
+    for call_id in list(ledger.calls_on_worker.get(worker.worker_id, ())):
+        call = ledger.calls[call_id]
+        if call.state in call_lifecycle.ON_WORKER:
+            lose_attempt(batch, call, cause)
+
+
+def _release_finished_jobs(batch: Batch) -> None:
+    ledger = batch.ledger
+    for job in [j for j in ledger.jobs.values() if j.state is JobState.FINISHING]:
+        model_ids = ledger.models_of_job.get(job.job_id, {})
+        live = any(ledger.models[m].state not in (ModelState.DELETED, ModelState.FAILED) for m in model_ids)
+        if not live and not any(ledger.live_calls(m) for m in model_ids):
+            batch.transition(job, JobEvent.RELEASED, end_time=batch.now)

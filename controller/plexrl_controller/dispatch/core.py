@@ -1,0 +1,215 @@
+"""What all of dispatch shares: the ledger, the writer, the payloads, and how a batch becomes durable and takes effect.
+
+Every change goes: batch → `settle` (what follows from it) → store → effects. Nothing outward happens before the store
+has it; scheduling may look at memory at once, because what it decides is written after what it saw.
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+
+import structlog
+
+from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.dispatch.cascade import settle
+from plexrl_controller.dispatch.clock import Clock
+from plexrl_controller.dispatch.hub import Hub
+from plexrl_controller.dispatch.ledger import Batch, Ledger
+from plexrl_controller.dispatch.orders import OrderBook
+from plexrl_controller.dispatch.transport import Transport
+from plexrl_controller.domain.errors import DataLoss, NotFound
+from plexrl_controller.domain.ids import Tenant, WorkerId
+from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Worker
+from plexrl_controller.domain.states import WorkerState
+from plexrl_controller.lifecycle.machine import Effect
+from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.payloads.port import PayloadStore
+from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.store.port import Store
+from plexrl_controller.store.writer import GroupWriter
+
+log = structlog.get_logger("plexrl.controller")
+
+INLINE_BYTES = 64 * 1024
+CACHE_BYTES = 256 * 1024 * 1024
+
+
+class Core:
+    """The parts and the one way to change anything."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        writer: GroupWriter,
+        payloads: PayloadStore,
+        transport: Transport,
+        clock: Clock,
+        term: int,
+        policy: Policy,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self.ledger = Ledger()
+        self.hub = Hub()
+        self.store = store
+        self.writer = writer
+        self.payloads = payloads
+        self.transport = transport
+        self.clock = clock
+        self.term = term
+        self.policy = policy
+        self.orders = OrderBook(term)
+        self.new_id = new_id
+        self.invariant_violations = 0
+        self._wakes: dict[WorkerId, asyncio.Event] = {}
+        self._bytes = _ByteCache(CACHE_BYTES)
+
+    def batch(self) -> Batch:
+        """A new batch at the present time."""
+        return Batch(self.ledger, self.clock.now())
+
+    async def commit(self, batch: Batch) -> None:
+        """Makes a batch durable, then releases its effects. Raises LeadershipLost when another controller leads."""
+        durable = self.post(batch)
+        await durable
+        self.release(batch)
+
+    def post(self, batch: Batch) -> asyncio.Future[None]:
+        """Queues a batch for the store and wakes the groups that it concerns; the caller releases its effects."""
+        settle(batch)
+        durable = self.writer.post(batch.changes())
+        for _, record in batch.take(Effect.WAKE_GROUP):
+            for worker_id in self._workers_of(record):
+                self.wake(worker_id)
+        return durable
+
+    def release(self, batch: Batch) -> None:
+        """Performs the outward effects of a durable batch."""
+        for effect, record in batch.effects:
+            match effect, record:
+                case Effect.DELIVER, Call():
+                    self.hub.publish(record)
+                case Effect.SEND_ABORT, Call():
+                    self._abort(record)
+                case Effect.DROP_MODELS, Model():
+                    self.drop(record)
+                case _:
+                    pass
+        batch.effects.clear()
+
+    def wake_event(self, worker_id: WorkerId) -> asyncio.Event:
+        """Set when the group's cycle should run."""
+        return self._wakes.setdefault(worker_id, asyncio.Event())
+
+    def wake(self, worker_id: WorkerId) -> None:
+        """Asks for a run of the group's cycle."""
+        self.wake_event(worker_id).set()
+
+    def drop(self, model: Model) -> None:
+        """Tells the model's worker to forget it; a worker that is gone has forgotten it already."""
+        worker = self.ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+        if worker is None or worker.state is WorkerState.LOST:
+            batch = self.batch()
+            batch.transition(self.ledger.models[model.model_id], ModelEvent.DROPPED)
+            durable = self.post(batch)
+            durable.add_done_callback(
+                lambda done: None if done.cancelled() or done.exception() else self.release(batch)
+            )
+            return
+        self.transport.send(worker.worker_id, [self.orders.drop(model.model_id, worker.incarnation)])
+
+    async def keep(self, data: bytes, tenant: Tenant) -> Payload:
+        """Makes bytes durable: inline up to 64 KiB, else in the payload store."""
+        if len(data) <= INLINE_BYTES:
+            return Payload(hashlib.sha256(data).hexdigest(), len(data), data)
+        payload = await self.payloads.put(tenant, data)
+        self._bytes.put(payload.sha256, data)
+        return payload
+
+    async def fetch(self, tenant: Tenant, payload: Payload) -> bytes:
+        """Reads bytes back. Raises DataLoss when they are gone or changed."""
+        if payload.inline is not None:
+            return payload.inline
+        cached = self._bytes.get(payload.sha256)
+        if cached is not None:
+            return cached
+        data = await self.payloads.read(tenant, payload)
+        self._bytes.put(payload.sha256, data)
+        return data
+
+    async def unkeep(self, tenant: Tenant, *payloads: Payload | None) -> None:
+        """Gives up what `keep` stored; bytes that nobody else needs are deleted."""
+        for payload in payloads:
+            if payload is not None and payload.inline is None:
+                await self.payloads.release(tenant, payload)
+
+    def hold_payloads(self) -> None:
+        """After a restart: takes the references that the loaded records stand for."""
+        for call in list(self.ledger.calls.values()):
+            for payload in (call.spec, call.result):
+                if payload is not None and payload.inline is None:
+                    self._hold(call.tenant, payload)
+        for model in list(self.ledger.models.values()):
+            for payload_id in model_pb2.ModelBase.FromString(model.base).bundle.payload_ids.values():
+                self._hold(model.tenant, Payload(payload_id, -1))
+
+    def _hold(self, tenant: Tenant, payload: Payload) -> None:
+        try:
+            self.payloads.retain(tenant, payload)
+        except NotFound:
+            log.error("payload_missing", tenant=tenant, sha256=payload.sha256)
+
+    async def spec(self, call: Call) -> types_pb2.CallSpec:
+        """The arguments of a call."""
+        known = self.ledger.specs.get(call.call_id)
+        if known is not None:
+            return known
+        if call.spec is None:
+            raise DataLoss(f"the arguments of call {call.call_id} are gone")
+        spec = types_pb2.CallSpec.FromString(await self.fetch(call.tenant, call.spec))
+        self.ledger.specs[call.call_id] = spec
+        return spec
+
+    def _abort(self, call: Call) -> None:
+        if call.worker_id is not None:
+            self.transport.send(call.worker_id, [self.orders.abort(call)])
+
+    def _workers_of(self, record: Record) -> list[WorkerId]:
+        match record:
+            case Worker():
+                return [record.worker_id]
+            case Model():
+                return [record.worker_id] if record.worker_id is not None else []
+            case Call():
+                model = self.ledger.models.get(record.model_id)
+                return [model.worker_id] if model is not None and model.worker_id is not None else []
+            case Job():
+                return list(self.ledger.groups)
+            case _:
+                return []
+
+
+class _ByteCache:
+    """Recently used large payloads, so that what was just written is not read back."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._entries: OrderedDict[str, bytes] = OrderedDict()
+
+    def put(self, key: str, data: bytes) -> None:
+        if key in self._entries or len(data) > self._limit_bytes // 4:
+            return
+        self._entries[key] = data
+        self._used_bytes += len(data)
+        while self._used_bytes > self._limit_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._used_bytes -= len(dropped)
+
+    def get(self, key: str) -> bytes | None:
+        data = self._entries.get(key)
+        if data is not None:
+            self._entries.move_to_end(key)
+        return data

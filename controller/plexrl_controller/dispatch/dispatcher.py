@@ -1,0 +1,90 @@
+"""The running dispatcher: one cycle per group, the reaper, and the handler of what transports bring."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from plexrl.v1 import worker_pb2
+from plexrl_controller.dispatch import reaper, workers
+from plexrl_controller.dispatch.core import Core, log
+from plexrl_controller.dispatch.cycle import GroupCycle
+from plexrl_controller.dispatch.reports import ReportRecorder
+from plexrl_controller.domain.errors import LeadershipLost
+from plexrl_controller.domain.ids import WorkerId
+from plexrl_controller.domain.states import WorkerState
+
+REAP_INTERVAL_S = 0.5
+
+
+class Dispatcher:
+    """Starts and stops the tasks of the leader. Implements ReportHandler."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._recorder = ReportRecorder(core)
+        self._cycles: dict[WorkerId, asyncio.Task[None]] = {}
+        self._reaper: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """Resolves when a task ended that must not: the process stops then, and a fresh one reloads."""
+
+    async def start(self) -> None:
+        """Loads what the store holds, reconnects workers and begins to schedule."""
+        core = self.core
+        core.ledger.restore(await core.store.load(), core.clock.now())
+        core.hold_payloads()
+        await core.payloads.sweep()
+        for worker in core.ledger.workers.values():
+            if worker.state is not WorkerState.LOST:
+                core.transport.open(worker)
+                self._ensure_cycle(worker.worker_id)
+        self._reaper = self._spawn(self._reap_for_ever(), "reaper")
+        log.info(
+            "leader_started", term=core.term, jobs=len(core.ledger.jobs), models=len(core.ledger.models),
+            calls=len(core.ledger.calls), workers=len(core.ledger.workers),
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        """Stops scheduling; what is durable stays for the next leader."""
+        tasks = [*self._cycles.values(), *([self._reaper] if self._reaper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.core.transport.shutdown()
+
+    async def stream_opened(self, worker_id: WorkerId, incarnation: int, status: worker_pb2.WorkerStatus) -> None:
+        """Orders can be sent to a worker."""
+        self._ensure_cycle(worker_id)
+        await workers.stream_opened(self.core, worker_id, incarnation, status)
+
+    async def reports_came(self, worker_id: WorkerId, incarnation: int, reports: Sequence[worker_pb2.Report]) -> None:
+        """A worker reported."""
+        await self._recorder.record(worker_id, incarnation, reports)
+
+    def stream_closed(self, worker_id: WorkerId, incarnation: int) -> None:
+        """Orders cannot be sent to a worker for now."""
+        worker = self.core.ledger.workers.get(worker_id)
+        if worker is not None and worker.incarnation == incarnation:
+            self.core.ledger.groups[worker_id].connected = False
+
+    def _ensure_cycle(self, worker_id: WorkerId) -> None:
+        if worker_id not in self._cycles:
+            self._cycles[worker_id] = self._spawn(GroupCycle(self.core, worker_id).run(), f"cycle-{worker_id}")
+
+    async def _reap_for_ever(self) -> None:
+        while True:
+            await reaper.reap(self.core)
+            await asyncio.sleep(REAP_INTERVAL_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception() or RuntimeError(f"{task.get_name()} ended")
+        level = log.warning if isinstance(error, LeadershipLost) else log.error
+        level("task_ended", task=task.get_name(), error=repr(error), exc_info=error)
+        if not self.failed.done():
+            self.failed.set_result(error)

@@ -1,0 +1,142 @@
+"""Order streams over gRPC: one connection per worker life, kept open, several orders and reports to a frame."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from plexrl.v1 import worker_pb2, worker_pb2_grpc
+from plexrl.wire import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from plexrl_controller.dispatch.transport import ReportHandler
+from plexrl_controller.domain.ids import WorkerId
+from plexrl_controller.domain.records import Worker
+
+_log = structlog.get_logger("plexrl.controller")
+
+MAX_FRAME_ORDERS = 256
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
+RECONNECT_S = (0.05, 1.0)
+
+
+@dataclass
+class _Link:
+    """One worker's connection."""
+
+    worker: Worker
+    task: asyncio.Task[None] | None = None
+    orders: deque[worker_pb2.Order] = field(default_factory=deque)
+    queued: asyncio.Event = field(default_factory=asyncio.Event)
+    open: bool = False
+    channel: grpc.aio.Channel | None = None
+
+
+class GrpcTransport:
+    """Implements Transport. `handler` is set before the first `open`."""
+
+    def __init__(self, term: int, worker_token: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.handler: ReportHandler | None = None
+        self._term = term
+        self._metadata = (("authorization", f"Bearer {worker_token}"),)
+        self._credentials = credentials
+        self._links: dict[WorkerId, _Link] = {}
+
+    def open(self, worker: Worker) -> None:
+        """Connects to this life of a worker and keeps connecting."""
+        link = self._links.get(worker.worker_id)
+        if link is not None and link.worker.incarnation == worker.incarnation and link.worker.address == worker.address:
+            return
+        self.close(worker.worker_id)
+        link = _Link(worker)
+        self._links[worker.worker_id] = link
+        link.task = asyncio.create_task(self._keep_connected(link), name=f"link-{worker.name}")
+
+    def close(self, worker_id: WorkerId) -> None:
+        """Stops connecting."""
+        link = self._links.pop(worker_id, None)
+        if link is not None and link.task is not None:
+            link.task.cancel()
+
+    def send(self, worker_id: WorkerId, orders: Sequence[worker_pb2.Order]) -> None:
+        """Queues orders on an open stream."""
+        link = self._links.get(worker_id)
+        if link is None or not link.open:
+            return
+        link.orders.extend(orders)
+        link.queued.set()
+
+    def channel(self, worker_id: WorkerId) -> grpc.aio.Channel | None:
+        """The open connection to a worker, for its unary rpcs."""
+        link = self._links.get(worker_id)
+        return link.channel if link is not None and link.open else None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Credentials for calls on `channel`."""
+        return self._metadata
+
+    async def shutdown(self) -> None:
+        """Closes everything."""
+        tasks = [link.task for link in self._links.values() if link.task is not None]
+        for worker_id in list(self._links):
+            self.close(worker_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_connected(self, link: _Link) -> None:
+        delay_s = RECONNECT_S[0]
+        while True:
+            try:
+                async with self._dial(link.worker.address) as channel:
+                    link.channel = channel
+                    await self._serve(link, channel)
+                delay_s = RECONNECT_S[0]
+            except grpc.aio.AioRpcError as error:
+                _log.info(
+                    "worker_stream_broken", worker=link.worker.worker_id, code=error.code().name, detail=error.details()
+                )
+                delay_s = min(2 * delay_s, RECONNECT_S[1])
+            finally:
+                was_open, link.open, link.channel = link.open, False, None
+                link.orders.clear()
+                if was_open and self.handler is not None:
+                    self.handler.stream_closed(link.worker.worker_id, link.worker.incarnation)
+            await asyncio.sleep(delay_s)
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is not None:
+            return grpc.aio.secure_channel(address, self._credentials, options=list(CHANNEL_OPTIONS))
+        return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+
+    async def _serve(self, link: _Link, channel: grpc.aio.Channel) -> None:
+        handler = self.handler
+        if handler is None:
+            raise RuntimeError("GrpcTransport.handler is not set")
+        worker_id, incarnation = link.worker.worker_id, link.worker.incarnation
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stream = stub.Execute(self._frames(link), metadata=self._metadata)
+        await stream.initial_metadata()
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), metadata=self._metadata, timeout=10)
+        link.open = True
+        await handler.stream_opened(worker_id, incarnation, status)
+        try:
+            async for frame in stream:
+                await handler.reports_came(worker_id, incarnation, frame.reports)
+        finally:
+            stream.cancel()
+
+    async def _frames(self, link: _Link) -> AsyncIterator[worker_pb2.ExecuteRequest]:
+        term, incarnation = self._term, link.worker.incarnation
+        yield worker_pb2.ExecuteRequest(leader_term=term, worker_incarnation=incarnation)
+        while True:
+            await link.queued.wait()
+            link.queued.clear()
+            while link.orders:
+                frame = worker_pb2.ExecuteRequest(leader_term=term, worker_incarnation=incarnation)
+                size = 0
+                while link.orders and len(frame.orders) < MAX_FRAME_ORDERS and size < MAX_FRAME_BYTES:
+                    order = link.orders.popleft()
+                    size += order.ByteSize()
+                    frame.orders.append(order)
+                yield frame

@@ -1,0 +1,351 @@
+"""The leader's memory: every live record, indexed, and the volatile facts beside them.
+
+`Batch` changes it: records at once, in memory, and the same changes for the store; whoever made the batch releases its
+outward effects only when the store has them. Nothing here waits or talks to anybody.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.domain.errors import NotFound
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, TokenId, WorkerId
+from plexrl_controller.domain.records import (
+    Call,
+    Checkpoint,
+    Event,
+    Interval,
+    Job,
+    Model,
+    Record,
+    Request,
+    Token,
+    Worker,
+)
+from plexrl_controller.domain.states import CallState, IntervalKind
+from plexrl_controller.lifecycle import calls, jobs, models, workers
+from plexrl_controller.lifecycle.machine import Effect, Machine
+from plexrl_controller.store.port import Account, Changes, LiveState
+
+R = TypeVar("R", Job, Model, Call, Worker)
+RESTORE_BASE = CheckpointId("base")
+"""Model.restore_checkpoint_id while the state is exactly the base's."""
+
+
+@dataclass
+class ModelCalls:
+    """A model's calls that are not terminal."""
+
+    sequenced: dict[int, CallId] = field(default_factory=dict)
+    pending_generates: OrderedDict[CallId, None] = field(default_factory=OrderedDict)
+    generates: dict[CallId, int] = field(default_factory=dict)
+    """All of them, with the version each needs."""
+
+
+@dataclass
+class GroupState:
+    """Volatile facts about one worker group."""
+
+    connected: bool = False
+    last_sync: float = 0.0
+    serving: JobId | None = None
+    slice_start: float = 0.0
+    held_since: float | None = None
+    on_device: set[ModelId] = field(default_factory=set)
+    used_at: dict[ModelId, float] = field(default_factory=dict)
+    resident_bytes: int = 0
+
+
+@dataclass
+class JobFacts:
+    """Volatile facts about one job."""
+
+    lease_end: float
+    idle_until: float | None = None
+    mid_iteration: bool = False
+    last_finish: float = 0.0
+    wait_s: float = 0.0
+    calls_succeeded: int = 0
+
+
+class Ledger:
+    """Live records and their indexes."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[JobId, Job] = {}
+        self.models: dict[ModelId, Model] = {}
+        self.calls: dict[CallId, Call] = {}
+        self.workers: dict[WorkerId, Worker] = {}
+        self.checkpoints: dict[CheckpointId, Checkpoint] = {}
+        self.tokens: dict[TokenId, Token] = {}
+        self.token_by_hash: dict[str, TokenId] = {}
+        self.requests: dict[tuple[str, RequestId], Request] = {}
+        self.call_by_request: dict[tuple[JobId, RequestId], tuple[str, CallId]] = {}
+        self.calls_of_job: dict[JobId, OrderedDict[CallId, None]] = {}
+        self.calls_of_model: dict[ModelId, ModelCalls] = {}
+        self.models_of_job: dict[JobId, dict[ModelId, None]] = {}
+        self.models_of_worker: dict[WorkerId, dict[ModelId, None]] = {}
+        self.calls_on_worker: dict[WorkerId, dict[CallId, None]] = {}
+        self.groups: dict[WorkerId, GroupState] = {}
+        self.facts: dict[JobId, JobFacts] = {}
+        self.accounts: dict[JobId, Account] = {}
+        self.residency: dict[ModelId, tuple[model_pb2.ComponentResidency, ...]] = {}
+        self.ready_since: dict[CallId, float] = {}
+        self.progress: dict[CallId, tuple[int, int]] = {}
+        self.specs: dict[CallId, types_pb2.CallSpec] = {}
+        self.being_accepted: set[CallId] = set()
+        """Calls whose payload is still on its way to durable storage: in order, but not to be dispatched."""
+        self.deploying: dict[ModelId, int] = {}
+        """Models whose deploy order is out, with the incarnation that got it."""
+        self.round_trip_s: dict[JobId, float] = {}
+
+    def restore(self, state: LiveState, now: float) -> None:
+        """Takes over what a store holds; leases start anew."""
+        for job in state.jobs:
+            self._put(job)
+            self.facts[job.job_id] = JobFacts(lease_end=now + job.lease_s)
+        for worker in state.workers:
+            self._put(worker)
+            self.groups[worker.worker_id].last_sync = now
+        for records in (state.models, state.calls, state.checkpoints, state.tokens):
+            for record in records:
+                self._put(record)
+        for request in state.requests:
+            self.requests[request.scope, request.request_id] = request
+        for tombstone in state.tombstones:
+            key = (tombstone.job_id, tombstone.request_id)
+            self.call_by_request[key] = (tombstone.request_hash, tombstone.call_id)
+        for account in state.accounts:
+            self.accounts[account.job_id] = account
+
+    def job(self, job_id: JobId) -> Job:
+        """A live job. Raises NotFound."""
+        return _find(self.jobs, job_id, "job")
+
+    def model(self, model_id: ModelId) -> Model:
+        """A live model. Raises NotFound."""
+        return _find(self.models, model_id, "model")
+
+    def call(self, call_id: CallId) -> Call:
+        """A live or unacknowledged call. Raises NotFound."""
+        return _find(self.calls, call_id, "call")
+
+    def worker(self, worker_id: WorkerId) -> Worker:
+        """A worker. Raises NotFound."""
+        return _find(self.workers, worker_id, "worker")
+
+    def live_calls(self, model_id: ModelId) -> list[Call]:
+        """A model's calls that are not terminal."""
+        index = self.calls_of_model.get(model_id, ModelCalls())
+        return [self.calls[c] for c in (*index.sequenced.values(), *index.generates)]
+
+    def account(self, job_id: JobId) -> Account:
+        """Device seconds of a job so far."""
+        return self.accounts.get(job_id, Account(job_id))
+
+    def pending_version(self, model: Model) -> int:
+        """The newest version that is made or submitted."""
+        index = self.calls_of_model.get(model.model_id, ModelCalls())
+        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        return max((*made, model.weights_version))
+
+    def forget_call(self, call: Call) -> None:
+        """Drops an acknowledged call; its request id stays known while the job lives."""
+        self.calls.pop(call.call_id, None)
+        self.calls_of_job.get(call.job_id, OrderedDict()).pop(call.call_id, None)
+
+    def forget_job(self, job_id: JobId) -> None:
+        """Drops a terminal job and all that memory keeps for it."""
+        for call_id in list(self.calls_of_job.pop(job_id, ())):
+            self.calls.pop(call_id, None)
+        for model_id in list(self.models_of_job.pop(job_id, ())):
+            self.models.pop(model_id, None)
+            self.calls_of_model.pop(model_id, None)
+            self.residency.pop(model_id, None)
+        for key in [k for k in self.call_by_request if k[0] == job_id]:
+            del self.call_by_request[key]
+        for index in (self.jobs, self.facts, self.accounts, self.round_trip_s):
+            index.pop(job_id, None)
+
+    def _put(self, record: Record) -> None:
+        match record:
+            case Job():
+                self.jobs[record.job_id] = record
+                self.calls_of_job.setdefault(record.job_id, OrderedDict())
+                self.models_of_job.setdefault(record.job_id, {})
+            case Model():
+                self._put_model(record)
+            case Call():
+                self._put_call(record)
+            case Worker():
+                self.workers[record.worker_id] = record
+                self.groups.setdefault(record.worker_id, GroupState())
+                self.models_of_worker.setdefault(record.worker_id, {})
+                self.calls_on_worker.setdefault(record.worker_id, {})
+            case Checkpoint():
+                self.checkpoints[record.checkpoint_id] = record
+            case Token():
+                self.tokens[record.token_id] = record
+                self.token_by_hash[record.token_sha256] = record.token_id
+
+    def _put_model(self, model: Model) -> None:
+        before = self.models.get(model.model_id)
+        if before is not None and before.worker_id is not None and before.worker_id != model.worker_id:
+            self.models_of_worker[before.worker_id].pop(model.model_id, None)
+        self.models[model.model_id] = model
+        self.models_of_job.setdefault(model.job_id, {})[model.model_id] = None
+        self.calls_of_model.setdefault(model.model_id, ModelCalls())
+        if model.worker_id is not None:
+            on_worker = self.models_of_worker.setdefault(model.worker_id, {})
+            if model.state in models.TERMINAL:
+                on_worker.pop(model.model_id, None)
+            else:
+                on_worker[model.model_id] = None
+
+    def _put_call(self, call: Call) -> None:
+        self.calls[call.call_id] = call
+        self.calls_of_job.setdefault(call.job_id, OrderedDict())[call.call_id] = None
+        self.call_by_request[call.job_id, call.request_id] = (call.request_hash, call.call_id)
+        index = self.calls_of_model.setdefault(call.model_id, ModelCalls())
+        live = call.state not in calls.TERMINAL
+        if call.kind.sequenced:
+            if live:
+                index.sequenced[call.sequence] = call.call_id
+            elif index.sequenced.get(call.sequence) == call.call_id:
+                del index.sequenced[call.sequence]
+        elif live:
+            index.generates[call.call_id] = call.weights_version
+            if call.state is CallState.PENDING:
+                index.pending_generates[call.call_id] = None
+            else:
+                index.pending_generates.pop(call.call_id, None)
+        else:
+            index.generates.pop(call.call_id, None)
+            index.pending_generates.pop(call.call_id, None)
+        if call.worker_id is not None:
+            on_worker = self.calls_on_worker.setdefault(call.worker_id, {})
+            if call.state in calls.ON_WORKER:
+                on_worker[call.call_id] = None
+            else:
+                on_worker.pop(call.call_id, None)
+        if not live:
+            for volatile in (self.ready_since, self.progress, self.specs):
+                volatile.pop(call.call_id, None)
+
+
+class Batch:
+    """Changes made together: in memory at once, and `changes()` for the store. `effects` wait for the commit."""
+
+    def __init__(self, ledger: Ledger, now: float) -> None:
+        self.ledger = ledger
+        self.now = now
+        self.effects: list[tuple[Effect, Record]] = []
+        self._inserts: dict[tuple[type, str], Record] = {}
+        self._updates: list[Record] = []
+        self._events: list[Event] = []
+        self._intervals: list[Interval] = []
+        self._requests: list[Request] = []
+
+    def insert(self, record: Record) -> None:
+        """Adds a new record."""
+        self.ledger._put(record)
+        self._inserts[type(record), record_id(record)] = record
+        for machine in MACHINES.values():
+            if isinstance(record, machine[1]):
+                self._events.append(machine[0].created(record, self.now))
+
+    def transition(self, record: R, event: Enum, **changes: Any) -> R:
+        """Applies an event of the record's machine. Raises StaleTransition."""
+        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__][0]
+        applied = machine.apply(record, event, self.now, **changes)
+        self._write(applied.record)
+        self._events.append(applied.event)
+        self.effects.extend((effect, applied.record) for effect in applied.effects)
+        return applied.record
+
+    def update(self, record: R | Checkpoint | Token, **changes: Any) -> None:
+        """Changes data beside the state."""
+        self._write(replace(record, revision=record.revision + 1, **changes))
+
+    def interval(self, interval: Interval) -> None:
+        """Charges device time to a job."""
+        self._intervals.append(interval)
+        account = self.ledger.account(interval.job_id)
+        seconds = (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        match interval.kind:
+            case IntervalKind.BUSY:
+                account = replace(account, busy_s=account.busy_s + seconds)
+            case IntervalKind.SWAP:
+                account = replace(account, swap_s=account.swap_s + seconds, swaps=account.swaps + 1)
+            case IntervalKind.HOLD:
+                account = replace(account, hold_s=account.hold_s + seconds)
+        self.ledger.accounts[interval.job_id] = account
+
+    def request(self, request: Request) -> None:
+        """Remembers a request's key and outcome."""
+        self.ledger.requests[request.scope, request.request_id] = request
+        self._requests.append(request)
+
+    def take(self, *wanted: Effect) -> list[tuple[Effect, Record]]:
+        """Removes and returns the effects of the given kinds."""
+        taken = [e for e in self.effects if e[0] in wanted]
+        self.effects = [e for e in self.effects if e[0] not in wanted]
+        return taken
+
+    def changes(self) -> Changes:
+        """Everything for the store."""
+        return Changes(
+            inserts=tuple(self._inserts.values()),
+            updates=tuple(self._updates),
+            events=tuple(self._events),
+            intervals=tuple(self._intervals),
+            requests=tuple(self._requests),
+        )
+
+    def _write(self, record: Record) -> None:
+        self.ledger._put(record)
+        self._updates.append(record)
+
+
+MACHINES: dict[str, tuple[Machine[Any, Any, Any], type]] = {
+    "Job": (jobs.MACHINE, Job),
+    "Model": (models.MACHINE, Model),
+    "Call": (calls.MACHINE, Call),
+    "Worker": (workers.MACHINE, Worker),
+}
+
+
+def record_id(record: Record) -> str:
+    """The id of any record."""
+    match record:
+        case Job():
+            return record.job_id
+        case Model():
+            return record.model_id
+        case Call():
+            return record.call_id
+        case Worker():
+            return record.worker_id
+        case Checkpoint():
+            return record.checkpoint_id
+        case Token():
+            return record.token_id
+
+
+K = TypeVar("K", bound=str)
+V = TypeVar("V")
+
+
+def _find(table: dict[K, V], key: K, kind: str) -> V:
+    found = table.get(key)
+    if found is None:
+        raise NotFound(f"no live {kind} {key!r}")
+    return found
+
+
+def live_jobs(ledger: Ledger) -> Iterable[Job]:
+    """Jobs that are not terminal."""
+    return [job for job in ledger.jobs.values() if job.state not in jobs.TERMINAL]

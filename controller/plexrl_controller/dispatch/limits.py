@@ -1,0 +1,23 @@
+"""Bounds of the service: what exceeds one is refused with its name and number."""
+
+MAX_OUTSTANDING_CALLS = 4096
+"""Calls of a job that are not terminal or not acknowledged."""
+MAX_SEQUENCE_AHEAD = 1024
+"""How far a sequence number may run ahead of the next one due."""
+MAX_MODELS_PER_JOB = 16
+MAX_LIVE_JOBS_PER_TENANT = 256
+MAX_LABELS = 32
+MAX_CLIENT_STATE_BYTES = 64 * 1024
+MAX_CONFIG_BYTES = 64 * 1024
+MAX_BATCH_TOKENS = 4_000_000
+MAX_BATCH_SEQUENCES = 65_536
+MAX_COMPLETIONS = 1024
+MAX_STOP_STRINGS = 16
+MAX_ACK_CALLS = 1024
+MAX_FRAME_MESSAGES = 256
+DEFAULT_LEASE_S = 60.0
+LEASE_RANGE_S = (5.0, 3600.0)
+DEFAULT_CALL_TIMEOUT_S = 3600.0
+CALL_TIMEOUT_RANGE_S = (1.0, 86_400.0)
+WORKER_LEASE_S = 10.0
+WORKER_SYNC_INTERVAL_S = 2.0

@@ -1,0 +1,147 @@
+"""Models: creating and placing, deleting, resuming their sequences."""
+
+import json
+from dataclasses import dataclass
+
+from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch.cascade import fail
+from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.jobs import Key, done_before, remember
+from plexrl_controller.dispatch.ledger import RESTORE_BASE
+from plexrl_controller.dispatch.views import cluster_view
+from plexrl_controller.domain.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from plexrl_controller.domain.ids import ModelId, WorkerId
+from plexrl_controller.domain.records import Job, Model
+from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
+from plexrl_controller.lifecycle import models as model_lifecycle
+from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.scheduling.place import Placed, PlacementRequest, Refused, place
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A validated request for a model."""
+
+    name: str
+    base: model_pb2.ModelBase
+    role: int
+    settings: model_pb2.ModelSettings
+    affinity: types_pb2.Affinity
+
+
+async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model:
+    """Creates a model and places it; its worker builds it in the background."""
+    if (model_id := done_before(core, key)) is not None:
+        await core.commit(core.batch())
+        model = core.ledger.models.get(ModelId(model_id)) or await core.store.get_model(ModelId(model_id))
+        if model is None:
+            raise NotFound(f"model {model_id} of this request id is gone")
+        return model
+    if job.state not in (JobState.ACTIVE, JobState.PAUSED):
+        raise FailedPrecondition(f"job {job.name} is {job.state.name}: it takes no models", reason="JOB_NOT_ACTIVE")
+    mine = [core.ledger.models[m] for m in core.ledger.models_of_job[job.job_id]]
+    live = [m for m in mine if m.state not in model_lifecycle.TERMINAL]
+    if any(m.name == spec.name for m in live):
+        raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
+    if len(live) >= limits.MAX_MODELS_PER_JOB:
+        raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
+    worker_id = choose_worker(core, spec.base, spec.affinity)
+    batch = core.batch()
+    model = Model(
+        model_id=ModelId(core.new_id()),
+        job_id=job.job_id,
+        tenant=job.tenant,
+        name=spec.name,
+        state=ModelState.CREATING,
+        create_time=batch.now,
+        role=spec.role,
+        base=spec.base.SerializeToString(deterministic=True),
+        settings=spec.settings.SerializeToString(deterministic=True),
+        affinity=spec.affinity.SerializeToString(deterministic=True),
+        worker_id=worker_id,
+        worker_incarnation=core.ledger.workers[worker_id].incarnation,
+        restore_checkpoint_id=RESTORE_BASE,
+    )
+    batch.insert(model)
+    remember(batch, key, model.model_id)
+    await core.commit(batch)
+    core.wake(worker_id)
+    return model
+
+
+def choose_worker(
+    core: Core, base: model_pb2.ModelBase, affinity: types_pb2.Affinity, state_bytes: int = 0
+) -> WorkerId:
+    """Places a model. Raises Unavailable when a worker may come, FailedPrecondition when none can ever do."""
+    request = PlacementRequest(
+        architecture=architecture_of(base),
+        catalogue=base.catalogue or None,
+        require=dict(affinity.require),
+        colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
+        avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
+        state_bytes=state_bytes,
+    )
+    match place(cluster_view(core.ledger), request):
+        case Placed(worker_id=worker_id):
+            return worker_id
+        case Refused(reason=reason, temporary=True):
+            raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
+        case Refused(reason=reason):
+            raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def architecture_of(base: model_pb2.ModelBase) -> str | None:
+    """The architecture that an init base names; None where only the worker can tell. Raises InvalidArgument."""
+    if base.WhichOneof("source") != "init":
+        return None
+    try:
+        config = json.loads(base.init.config_json)
+        names = config["architectures"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(
+            "base.init.config_json: want a Hugging Face config.json with `architectures`, for example "
+            f'{{"architectures": ["Qwen3ForCausalLM"], ...}}: {type(error).__name__}: {error}'
+        ) from error
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise InvalidArgument(f"base.init.config_json: architectures is {names!r}, want a list of exactly one name")
+    return names[0]
+
+
+async def delete_model(core: Core, model: Model) -> Model:
+    """Takes a model off its worker; deleting again changes nothing."""
+    if model.state not in (*model_lifecycle.TERMINAL, ModelState.DELETING):
+        batch = core.batch()
+        batch.transition(model, ModelEvent.DELETE)
+        await core.commit(batch)
+    return core.ledger.models.get(model.model_id, model)
+
+
+async def resume_sequence(core: Core, model: Model) -> int:
+    """Frees a blocked sequence and closes gaps; returns the next number."""
+    if model.state is ModelState.STATE_LOST:
+        raise FailedPrecondition(f"model {model.name}: {model.message}", reason="STATE_LOST")
+    index = core.ledger.calls_of_model[model.model_id]
+    gap = next((n for n in range(model.due_sequence, model.last_sequence + 1) if n not in index.sequenced), None)
+    blocked_from = min((n for n in (model.failed_sequence, gap) if n), default=None)
+    if blocked_from is None:
+        return model.last_sequence + 1
+    behind = [core.ledger.calls[c] for s, c in sorted(index.sequenced.items()) if s >= blocked_from]
+    if len(behind) < len(index.sequenced) or any(call.state is not CallState.PENDING for call in behind):
+        raise FailedPrecondition(
+            f"model {model.name} still runs calls of the sequence; wait for them, then resume", retry_after_s=0.2
+        )
+    batch = core.batch()
+    for call in behind:
+        message = f"sequence {blocked_from} was given up by ResumeSequence"
+        fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
+    batch.update(model, failed_sequence=0, due_sequence=model.last_sequence + 1)
+    await core.commit(batch)
+    return model.last_sequence + 1

@@ -1,0 +1,117 @@
+"""Which calls of a model may run now, and why the others may not. Pure functions of the ledger.
+
+The rules of program order and of versions live here and nowhere else; the cycle and ExplainCall both ask here.
+"""
+
+from dataclasses import dataclass
+
+from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
+from plexrl_controller.domain.ids import CallId
+from plexrl_controller.domain.records import Call, Model
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
+from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.scheduling.views import ReadyCall
+
+READY_LIMIT = 64
+"""Most ready calls of one model that a view carries: a group's window is not larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why a pending call may not run, with the calls that must finish first."""
+
+    reason: CallReason
+    explanation: str
+    blocking: tuple[CallId, ...] = ()
+
+
+def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ...]:
+    """The model's calls that may be dispatched now, in order, at most READY_LIMIT."""
+    job = ledger.jobs.get(model.job_id)
+    if model.state is not ModelState.PLACED or job is None or job.state is JobState.PAUSED:
+        return ()
+    index = ledger.calls_of_model[model.model_id]
+    found = [*_ready_sequenced(ledger, model, index, now), *_ready_generates(ledger, model, index, now)]
+    return tuple(found[:READY_LIMIT])
+
+
+def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
+    if model.failed_sequence:
+        return []
+    found: list[ReadyCall] = []
+    number, after = model.due_sequence, model.applied_sequence
+    while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
+        call = ledger.calls[call_id]
+        if call.state is CallState.PENDING:
+            if call_id in ledger.being_accepted or (call.kind.makes_version and _draining(ledger, call, index)):
+                break
+            since = ledger.ready_since.setdefault(call_id, now)
+            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after_sequence=after))
+        elif call.state is CallState.CANCELLING:
+            break
+        if call.kind.makes_version:
+            break
+        number, after = number + 1, number
+    return found
+
+
+def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
+    found: list[ReadyCall] = []
+    for call_id in index.pending_generates:
+        if len(found) >= READY_LIMIT:
+            break
+        call = ledger.calls[call_id]
+        if call.weights_version == model.weights_version and call_id not in ledger.being_accepted:
+            since = ledger.ready_since.setdefault(call_id, now)
+            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since))
+    return found
+
+
+def _draining(ledger: Ledger, sync: Call, index: ModelCalls) -> list[CallId]:
+    """Generates at older versions that a version-making call must wait for."""
+    return [call_id for call_id, version in index.generates.items() if version < sync.sequence]
+
+
+def blocked(ledger: Ledger, call: Call) -> Blocked | None:
+    """Why a pending call may not run as far as its own job is concerned; None when it may, or is not pending."""
+    if call.state is not CallState.PENDING:
+        return None
+    model = ledger.models.get(call.model_id)
+    if model is None:
+        return None
+    if model.state is not ModelState.PLACED:
+        return Blocked(CallReason.MODEL_NOT_READY, f"model {model.name} is {model.state.name}. {model.message}".strip())
+    index = ledger.calls_of_model[model.model_id]
+    if not call.kind.sequenced:
+        if call.weights_version == model.weights_version:
+            return None
+        return Blocked(
+            CallReason.VERSION_NOT_READY,
+            f"it needs weights version {call.weights_version}; the worker has {model.weights_version}",
+            tuple(c for s, c in index.sequenced.items() if s <= call.weights_version)[:16],
+        )
+    earlier = sorted(s for s in index.sequenced if s < call.sequence)
+    expected = call.sequence - model.due_sequence
+    if len(earlier) < expected:
+        present = set(earlier)
+        missing = next(s for s in range(model.due_sequence, call.sequence) if s not in present)
+        return Blocked(CallReason.SEQUENCE_GAP, f"sequence number {missing} has not been submitted")
+    if earlier and any(ledger.calls[index.sequenced[s]].state is CallState.PENDING for s in earlier):
+        blocking = tuple(index.sequenced[s] for s in earlier)
+        return Blocked(
+            CallReason.PREDECESSOR_UNFINISHED,
+            f"{len(earlier)} earlier call(s) of its sequence run first",
+            blocking[:16],
+        )
+    if call.kind.makes_version and (waiting := _draining(ledger, call, index)):
+        return Blocked(
+            CallReason.DRAINING_GENERATES,
+            f"{len(waiting)} generate call(s) at older versions finish first",
+            tuple(waiting[:16]),
+        )
+    return None
+
+
+def is_live(call: Call) -> bool:
+    """Whether a call can still change."""
+    return call.state not in call_lifecycle.TERMINAL

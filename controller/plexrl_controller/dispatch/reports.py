@@ -1,0 +1,276 @@
+"""Step 6 of the cycle: what workers report is recorded under its fence, then told to whoever waits.
+
+A report of an older attempt or an older life changes nothing.
+"""
+
+from collections.abc import Sequence
+
+from google.rpc import code_pb2
+
+from plexrl import wire
+from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+from plexrl_controller.dispatch.cascade import fail, lose_attempt, lose_model_state
+from plexrl_controller.dispatch.core import Core, log
+from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch
+from plexrl_controller.domain.errors import StaleTransition
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, WorkerId
+from plexrl_controller.domain.records import Call, Checkpoint, Interval, Model, Payload
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, IntervalKind, ModelState
+from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.lifecycle.calls import CallEvent
+from plexrl_controller.lifecycle.models import ModelEvent
+
+# Reasons of the worker that say nothing about the call itself: another attempt may succeed.
+_TRY_AGAIN = frozenset(
+    {
+        "ENGINE_DIED",
+        "ENGINE_HUNG",
+        "SHUTTING_DOWN",
+        "NOT_RESIDENT",
+        "NOT_DEPLOYED",
+        "OVER_BUDGET",
+        "HOST_STATE_CORRUPT",
+        "STALE_TERM",
+        "STALE_INCARNATION",
+        "STALE_ATTEMPT",
+    }
+)
+_CHANGES_TRAINING_STATE = frozenset({CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.SYNC_WEIGHTS})
+_ROUND_TRIP_WEIGHT = 0.3
+
+
+class ReportRecorder:
+    """Records reports; one instance per controller, called in order per worker."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def record(self, worker_id: WorkerId, incarnation: int, reports: Sequence[worker_pb2.Report]) -> None:
+        """Records a frame of reports in one commit, then releases what it means."""
+        core, ledger = self._core, self._core.ledger
+        results = [await self._keep_result(report) for report in reports]
+        worker = ledger.workers.get(worker_id)
+        if worker is None or worker.incarnation != incarnation:
+            log.warning("reports_stale", worker=worker_id, incarnation=incarnation)
+            return
+        batch = core.batch()
+        for report, result in zip(reports, results, strict=True):
+            for status in report.deployments:
+                self._deployment(batch, worker_id, status)
+            for interval in report.intervals:
+                self._interval(batch, worker_id, interval)
+            try:
+                self._event(batch, worker_id, report, result)
+            except StaleTransition as stale:
+                log.info("report_stale", worker=worker_id, call=report.call.call_id, detail=stale.message)
+        core.wake(worker_id)
+        await core.commit(batch)
+
+    async def _keep_result(self, report: worker_pb2.Report) -> Payload | None:
+        if report.WhichOneof("event") != "finished" or not report.finished.HasField("result"):
+            return None
+        call = self._core.ledger.calls.get(CallId(report.call.call_id))
+        if call is None:
+            return None
+        return await self._core.keep(report.finished.result.SerializeToString(), call.tenant)
+
+    def _event(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report, result: Payload | None) -> None:
+        if not report.HasField("call"):
+            if report.WhichOneof("event") == "finished":
+                self._order_finished(batch, worker_id, report)
+            return
+        call = self._core.ledger.calls.get(CallId(report.call.call_id))
+        if call is None or call.attempt != report.call.attempt or call.worker_id != worker_id:
+            return
+        match report.WhichOneof("event"):
+            case "started" if call.state is CallState.DISPATCHED:
+                batch.transition(call, CallEvent.START, start_time=batch.now)
+            case "progress":
+                self._core.ledger.progress[call.call_id] = (report.progress.done, report.progress.total)
+                self._core.hub.publish(call)
+            case "finished" if call.state in call_lifecycle.ON_WORKER:
+                self._call_finished(batch, call, report.finished, result)
+            case _:
+                pass
+
+    def _call_finished(
+        self, batch: Batch, call: Call, finished: worker_pb2.OrderFinished, result: Payload | None
+    ) -> None:
+        facts = self._core.ledger.facts.get(call.job_id)
+        if facts is not None:
+            facts.last_finish = batch.now
+        error = wire.error_info(finished.error)
+        if error is None and result is not None:
+            self._succeeded(batch, call, finished.result, result)
+            return
+        if error is None:
+            error = wire.ErrorInfo(code_pb2.INTERNAL, "ENGINE_ERROR", "the worker reported neither result nor error")
+        log.info(
+            "call_attempt_ended", call=call.call_id, attempt=call.attempt, reason=error.reason, detail=error.message
+        )
+        model = self._core.ledger.models[call.model_id]
+        if error.reason == "CANCELLED" and call.state is CallState.CANCELLING:
+            event = CallEvent.EXPIRE if call.reason is CallReason.DEADLINE_EXCEEDED else CallEvent.CANCEL
+            batch.transition(call, event, end_time=batch.now)
+        elif error.reason == "SEQUENCE_MISMATCH" and model.failed_sequence and model.failed_sequence != call.sequence:
+            message = (
+                f"sequence {model.failed_sequence} ended other than SUCCEEDED; ResumeSequence lets later calls run"
+            )
+            fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
+        elif error.reason in _TRY_AGAIN or error.reason in ("SEQUENCE_MISMATCH", "CANCELLED"):
+            lose_attempt(batch, call, f"{error.reason}: {error.message}")
+        else:
+            reason = CallReason.__members__.get(error.reason, CallReason.ENGINE_ERROR)
+            fail(batch, call, reason, error.message, error.code)
+
+    def _succeeded(self, batch: Batch, call: Call, result: types_pb2.CallResult, payload: Payload) -> None:
+        ledger = self._core.ledger
+        model, facts = ledger.models[call.model_id], ledger.facts.get(call.job_id)
+        if facts is not None:
+            facts.calls_succeeded += 1
+            facts.mid_iteration = not call.kind.makes_version
+        if call.kind.sequenced:
+            self._advance(batch, model, call, result)
+        batch.transition(
+            call,
+            CallEvent.SUCCEED,
+            result=payload,
+            reason=CallReason.NONE,
+            error=None,
+            start_time=call.start_time if call.start_time is not None else batch.now,
+            end_time=batch.now,
+        )
+
+    def _advance(self, batch: Batch, model: Model, call: Call, result: types_pb2.CallResult) -> None:
+        """Moves the model's place in its sequence, and what is known of its state."""
+        step, version, restore = model.step, model.weights_version, model.restore_checkpoint_id
+        if call.kind in _CHANGES_TRAINING_STATE:
+            restore = None
+        match call.kind:
+            case CallKind.OPTIM_STEP:
+                step = result.optim_step.step
+            case CallKind.SYNC_WEIGHTS:
+                version = call.sequence
+            case CallKind.LOAD_CHECKPOINT:
+                version, step = call.sequence, result.load_checkpoint.step
+                restore = None
+            case CallKind.SAVE_CHECKPOINT:
+                restore = self._committed(batch, model, call, result.save_checkpoint.checkpoint)
+            case _:
+                pass
+        batch.update(
+            model,
+            applied_sequence=call.sequence,
+            due_sequence=max(model.due_sequence, call.sequence + 1),
+            weights_version=version,
+            step=step,
+            restore_checkpoint_id=restore,
+        )
+
+    def _committed(self, batch: Batch, model: Model, call: Call, saved: types_pb2.Checkpoint) -> CheckpointId | None:
+        if call.checkpoint_id is None:
+            raise AssertionError(f"save_checkpoint call {call.call_id} has no checkpoint id")
+        batch.insert(
+            Checkpoint(
+                checkpoint_id=call.checkpoint_id,
+                model_id=model.model_id,
+                job_id=model.job_id,
+                tenant=model.tenant,
+                label=saved.label,
+                sequence=call.sequence,
+                step=model.step,
+                weights_version=model.weights_version,
+                size_bytes=saved.size_bytes,
+                manifest_sha256=saved.manifest_sha256,
+                create_time=batch.now,
+            )
+        )
+        return call.checkpoint_id
+
+    def _order_finished(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report) -> None:
+        """Settles deploy and drop orders; a failed swap shows in the calls that follow it."""
+        ledger = self._core.ledger
+        model_id = self._core.orders.model_of(report.order_id)
+        error = wire.error_info(report.finished.error)
+        if model_id is None or (model := ledger.models.get(model_id)) is None:
+            if error is not None:
+                log.warning("order_failed", worker=worker_id, reason=error.reason, detail=error.message)
+            return
+        ledger.deploying.pop(model_id, None)
+        if model.state is ModelState.DELETING:
+            batch.transition(model, ModelEvent.DROPPED)
+        elif model.state in (ModelState.CREATING, ModelState.RECOVERING):
+            self._deployed(batch, model, report.finished, error)
+
+    def _deployed(
+        self, batch: Batch, model: Model, finished: worker_pb2.OrderFinished, error: wire.ErrorInfo | None
+    ) -> None:
+        if error is None:
+            built = finished.deployed
+            batch.transition(
+                model,
+                ModelEvent.DEPLOYED,
+                parameter_count=built.parameter_count,
+                state_bytes=built.state_bytes,
+                has_tokenizer=built.has_tokenizer,
+                message="",
+            )
+        elif error.reason in _TRY_AGAIN and error.reason != "OVER_BUDGET":
+            log.warning("deploy_retried", model=model.model_id, reason=error.reason, detail=error.message)
+        elif model.state is ModelState.RECOVERING and model.restore_checkpoint_id not in (None, RESTORE_BASE):
+            batch.update(model, restore_checkpoint_id=None)
+            lose_model_state(batch, self._core.ledger.models[model.model_id], f"{error.reason}: {error.message}")
+        else:
+            batch.transition(model, ModelEvent.BUILD_FAILED, message=error.message)
+
+    def _deployment(self, batch: Batch, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
+        ledger = self._core.ledger
+        model = ledger.models.get(ModelId(status.model_id))
+        if model is None or model.worker_id != worker_id:
+            return
+        note_residency(self._core, worker_id, status)
+        if status.state_lost and model.state is ModelState.PLACED:
+            lose_model_state(batch, model, "its engine died while the only copy was on the device")
+
+    def _interval(self, batch: Batch, worker_id: WorkerId, interval: types_pb2.DeviceInterval) -> None:
+        job_id = JobId(interval.job_id)
+        if job_id not in self._core.ledger.jobs:
+            return
+        call_id = CallId(interval.call_id) if interval.call_id else None
+        kind = IntervalKind(interval.kind)
+        batch.interval(
+            Interval(
+                kind=kind,
+                worker_id=worker_id,
+                job_id=job_id,
+                model_id=ModelId(interval.model_id),
+                call_id=call_id,
+                call_kind=CallKind(interval.call_kind) if interval.call_kind else None,
+                start_unix_ns=interval.start_unix_ns,
+                end_unix_ns=interval.end_unix_ns,
+                moved_bytes=interval.moved_bytes,
+            )
+        )
+        if kind is IntervalKind.SWAP:
+            # A round trip is out and in; one interval is one of the two.
+            sample = 2 * (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+            before = self._core.ledger.round_trip_s.get(job_id, sample)
+            self._core.ledger.round_trip_s[job_id] = before + _ROUND_TRIP_WEIGHT * (sample - before)
+
+
+def note_residency(core: Core, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
+    """Takes over where a model's components are, as its worker says."""
+    model_id = ModelId(status.model_id)
+    core.ledger.residency[model_id] = tuple(_copy(component) for component in status.residency)
+    on_device = bool(status.residency) and any(c.tier == types_pb2.TIER_DEVICE for c in status.residency)
+    group = core.ledger.groups[worker_id]
+    if on_device and not status.state_lost:
+        group.on_device.add(model_id)
+    else:
+        group.on_device.discard(model_id)
+
+
+def _copy(component: model_pb2.ComponentResidency) -> model_pb2.ComponentResidency:
+    copied = model_pb2.ComponentResidency()
+    copied.CopyFrom(component)
+    return copied

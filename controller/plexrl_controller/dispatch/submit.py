@@ -1,0 +1,246 @@
+"""Accepting, cancelling and acknowledging calls: the promises of idempotency, program order and versions.
+
+Works on records and parsed specs; what a spec may contain is `api/validation`'s business.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch.cascade import end
+from plexrl_controller.dispatch.core import INLINE_BYTES, Core
+from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.domain.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    OutOfRange,
+    ResourceExhausted,
+)
+from plexrl_controller.domain.ids import CallId, CheckpointId, RequestId
+from plexrl_controller.domain.records import Call, Job, Model, Payload
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
+from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.lifecycle.models import ModelEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request to execute a function."""
+
+    request_id: RequestId
+    request_hash: str
+    model: Model
+    kind: CallKind
+    sequence: int
+    spec: types_pb2.CallSpec
+    spec_bytes: bytes
+    spec_sha256: str
+    tags: Mapping[str, str]
+    timeout_s: float
+
+
+async def submit(core: Core, submission: Submission) -> Call:
+    """Accepts a call; when this returns, it is durable. The same request again returns the same call.
+
+    Raises AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
+    """
+    model, ledger = submission.model, core.ledger
+    known = ledger.call_by_request.get((model.job_id, submission.request_id))
+    if known is not None:
+        return await _known_call(core, submission, *known)
+    await core.writer.has_room()
+    # Nothing below waits until the call is in memory: order of arrival is the order of acceptance.
+    job = ledger.job(model.job_id)
+    _check_accepting(core, job, ledger.model(model.model_id), submission)
+    batch = core.batch()
+    version = _place_in_sequence(batch, ledger.model(model.model_id), submission)
+    call = Call(
+        call_id=CallId(core.new_id()),
+        request_id=submission.request_id,
+        request_hash=submission.request_hash,
+        job_id=model.job_id,
+        model_id=model.model_id,
+        tenant=model.tenant,
+        kind=submission.kind,
+        state=CallState.PENDING,
+        sequence=submission.sequence,
+        weights_version=version,
+        spec=Payload(submission.spec_sha256, len(submission.spec_bytes), submission.spec_bytes),
+        create_time=batch.now,
+        deadline=batch.now + submission.timeout_s,
+        checkpoint_id=_checkpoint_id(core, submission),
+    )
+    large = len(submission.spec_bytes) > INLINE_BYTES
+    if large:
+        call = replace(call, spec=Payload(submission.spec_sha256, len(submission.spec_bytes)))
+    ledger.specs[call.call_id] = submission.spec
+    if submission.kind is CallKind.SYNC_WEIGHTS and submission.spec.sync_weights.in_flight == types_pb2.IN_FLIGHT_ABORT:
+        _abort_older_generates(batch, model, submission.sequence)
+    batch.insert(call)
+    if large:
+        ledger.being_accepted.add(call.call_id)
+        try:
+            await core.keep(submission.spec_bytes, model.tenant)
+        finally:
+            ledger.being_accepted.discard(call.call_id)
+    durable = core.post(batch)
+    if model.worker_id is not None:
+        core.wake(model.worker_id)
+    await durable
+    core.release(batch)
+    return ledger.calls.get(call.call_id, call)
+
+
+async def cancel(core: Core, call: Call) -> Call:
+    """Ends a call on request; a terminal one stays as it is."""
+    batch = core.batch()
+    end(batch, call, CallReason.CANCELLED_BY_CLIENT, "cancelled by CancelCall")
+    await core.commit(batch)
+    return core.ledger.calls.get(call.call_id, call)
+
+
+async def acknowledge(core: Core, job: Job, call_ids: Sequence[str]) -> None:
+    """Drops results that the client has taken; what is not terminal or not known is left alone."""
+    batch = core.batch()
+    done: list[Call] = []
+    for call_id in dict.fromkeys(call_ids):
+        call = core.ledger.calls.get(CallId(call_id))
+        if call is None or call.job_id != job.job_id or call.state not in call_lifecycle.TERMINAL:
+            continue
+        batch.update(call, acknowledged=True, spec=None, result=None)
+        done.append(call)
+    for call in done:
+        core.ledger.forget_call(call)
+    await core.commit(batch)
+    for call in done:
+        await core.unkeep(call.tenant, call.spec, call.result)
+
+
+async def _known_call(core: Core, submission: Submission, request_hash: str, call_id: CallId) -> Call:
+    if request_hash != submission.request_hash:
+        raise AlreadyExists(
+            f"request_id {submission.request_id!r} was used for other content (call {call_id}); use a fresh id",
+            reason="REQUEST_ID_REUSED",
+            metadata={"call_id": call_id},
+        )
+    call = core.ledger.calls.get(call_id) or await core.store.get_call(call_id)
+    if call is None:
+        raise AlreadyExists(f"call {call_id} of this request id has been dropped", reason="REQUEST_ID_REUSED")
+    # The first acceptance may still be on its way to the store: say yes only after it.
+    await core.commit(core.batch())
+    return core.ledger.calls.get(call_id, call)
+
+
+def _check_accepting(core: Core, job: Job, model: Model, submission: Submission) -> None:
+    if job.state not in (JobState.ACTIVE, JobState.PAUSED):
+        raise FailedPrecondition(f"job {job.name} is {job.state.name}: it takes no more calls", reason="JOB_NOT_ACTIVE")
+    if model.state in (ModelState.DELETING, ModelState.DELETED, ModelState.FAILED):
+        raise FailedPrecondition(
+            f"model {model.name} is {model.state.name}. {model.message}".strip(), reason="MODEL_NOT_ACTIVE"
+        )
+    if model.state is ModelState.STATE_LOST and submission.kind is not CallKind.LOAD_CHECKPOINT:
+        raise FailedPrecondition(f"model {model.name}: {model.message}", reason="STATE_LOST")
+    if model.role == model_pb2.MODEL_ROLE_REFERENCE and submission.kind in (
+        CallKind.FORWARD_BACKWARD,
+        CallKind.OPTIM_STEP,
+    ):
+        raise InvalidArgument(f"model {model.name} is a reference: it is never trained; create it with role policy")
+    outstanding = len(core.ledger.calls_of_job.get(job.job_id, ()))
+    if outstanding >= limits.MAX_OUTSTANDING_CALLS:
+        raise ResourceExhausted(
+            f"job {job.name} has {outstanding} calls that are not terminal or not acknowledged; the limit is "
+            f"{limits.MAX_OUTSTANDING_CALLS}: take and acknowledge results first",
+            reason="TOO_MANY_CALLS",
+            retry_after_s=1.0,
+        )
+    worker = core.ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+    for key, value in submission.tags.items():
+        if worker is not None and worker.labels.get(key) != value:
+            raise FailedPrecondition(
+                f"tag {key}={value}: model {model.name} is on worker {worker.name}, which has "
+                f"{key}={worker.labels.get(key, '(absent)')}; put the tag into the model's affinity",
+                reason="AFFINITY_UNSATISFIABLE",
+            )
+
+
+def _place_in_sequence(batch: Batch, model: Model, submission: Submission) -> int:
+    """Checks and takes the sequence number, or resolves the version; returns the version of a generate, else 0."""
+    if not submission.kind.sequenced:
+        return _resolve_version(batch, model, submission)
+    sequence = submission.sequence
+    if submission.kind is CallKind.LOAD_CHECKPOINT and model.state is ModelState.STATE_LOST:
+        if sequence <= model.last_sequence:
+            raise AlreadyExists(_taken(sequence, model), reason="SEQUENCE_TAKEN")
+        batch.transition(
+            model,
+            ModelEvent.RELOAD,
+            failed_sequence=0,
+            due_sequence=sequence,
+            last_sequence=sequence,
+            message="being rebuilt to load a checkpoint",
+        )
+        return 0
+    if model.failed_sequence:
+        raise FailedPrecondition(
+            f"sequence {model.failed_sequence} of model {model.name} ended other than SUCCEEDED; call ResumeSequence",
+            reason="PREDECESSOR_FAILED",
+        )
+    index = batch.ledger.calls_of_model[model.model_id]
+    if sequence < model.due_sequence or sequence in index.sequenced:
+        raise AlreadyExists(_taken(sequence, model), reason="SEQUENCE_TAKEN")
+    if sequence >= model.due_sequence + limits.MAX_SEQUENCE_AHEAD:
+        raise OutOfRange(
+            f"sequence {sequence} is {sequence - model.due_sequence} ahead of {model.due_sequence}, the next due; the "
+            f"limit is {limits.MAX_SEQUENCE_AHEAD}: wait for results",
+            reason="SEQUENCE_TOO_FAR",
+            retry_after_s=1.0,
+        )
+    if sequence > model.last_sequence:
+        batch.update(model, last_sequence=sequence)
+    return 0
+
+
+def _taken(sequence: int, model: Model) -> str:
+    return f"sequence {sequence} of model {model.name} is taken; the next free number is {model.last_sequence + 1}"
+
+
+def _resolve_version(batch: Batch, model: Model, submission: Submission) -> int:
+    newest = batch.ledger.pending_version(model)
+    selector = submission.spec.generate.version
+    match selector.WhichOneof("selector"):
+        case "exact":
+            if selector.exact > newest:
+                raise InvalidArgument(
+                    f"version {selector.exact} is not submitted; the newest of {model.name} is {newest}"
+                )
+            if selector.exact < newest:
+                raise FailedPrecondition(
+                    f"version {selector.exact} of {model.name} is replaced by {newest}; only the latest is kept",
+                    reason="VERSION_GONE",
+                )
+        case "at_least" if selector.at_least > newest:
+            raise InvalidArgument(
+                f"version {selector.at_least} is not submitted; the newest of {model.name} is {newest}"
+            )
+        case _:
+            pass
+    if model.failed_sequence and newest > model.weights_version:
+        return model.weights_version
+    return newest
+
+
+def _abort_older_generates(batch: Batch, model: Model, sequence: int) -> None:
+    for call_id, version in list(batch.ledger.calls_of_model[model.model_id].generates.items()):
+        if version < sequence:
+            message = f"sync_weights at sequence {sequence} replaced version {version}"
+            end(batch, batch.ledger.calls[call_id], CallReason.VERSION_REPLACED, message)
+
+
+def _checkpoint_id(core: Core, submission: Submission) -> CheckpointId | None:
+    if submission.kind is CallKind.SAVE_CHECKPOINT:
+        return CheckpointId(core.new_id())
+    if submission.kind is CallKind.LOAD_CHECKPOINT and submission.spec.load_checkpoint.checkpoint_id:
+        return CheckpointId(submission.spec.load_checkpoint.checkpoint_id)
+    return None

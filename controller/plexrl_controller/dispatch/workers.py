@@ -1,0 +1,164 @@
+"""Workers: registration, leases, and what a worker's stream brings when it opens."""
+
+from dataclasses import dataclass
+
+import structlog
+
+from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.models import choose_worker
+from plexrl_controller.dispatch.reports import note_residency
+from plexrl_controller.domain.errors import ControllerError, FailedPrecondition
+from plexrl_controller.domain.ids import ModelId, WorkerId
+from plexrl_controller.domain.records import Worker
+from plexrl_controller.domain.states import CallState, ModelState, WorkerState
+from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.lifecycle.workers import WorkerEvent
+
+_log = structlog.get_logger("plexrl.controller")
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A validated registration."""
+
+    name: str
+    address: str
+    labels: dict[str, str]
+    capabilities: registry_pb2.WorkerCapabilities
+    life_nonce: int
+    version: str
+
+
+async def register(core: Core, announcement: Announcement) -> Worker:
+    """Registers a life of a worker: the same life again is the same incarnation, another voids the older."""
+    known = next((w for w in core.ledger.workers.values() if w.name == announcement.name), None)
+    same_life = known is not None and known.life_nonce == announcement.life_nonce
+    if known is not None and same_life and known.state is not WorkerState.LOST:
+        core.ledger.groups[known.worker_id].last_sync = core.clock.now()
+        core.transport.open(known)
+        return known
+    batch = core.batch()
+    fields = {
+        "address": announcement.address,
+        "life_nonce": announcement.life_nonce,
+        "capabilities": announcement.capabilities.SerializeToString(deterministic=True),
+        "labels": announcement.labels,
+        "version": announcement.version,
+    }
+    if known is None:
+        worker = Worker(
+            worker_id=WorkerId(core.new_id()),
+            name=announcement.name,
+            state=WorkerState.JOINING,
+            incarnation=1,
+            **fields,  # type: ignore[arg-type]
+        )
+        batch.insert(worker)
+    else:
+        core.transport.close(known.worker_id)
+        core.ledger.groups[known.worker_id].connected = False
+        worker = batch.transition(known, WorkerEvent.REGISTER, incarnation=known.incarnation + 1, **fields)
+    core.ledger.groups[worker.worker_id].last_sync = batch.now
+    await core.commit(batch)
+    _log.info("worker_registered", worker=worker.worker_id, name=worker.name, incarnation=worker.incarnation)
+    core.transport.open(worker)
+    return worker
+
+
+async def synchronize(core: Core, request: registry_pb2.SynchronizeRequest) -> Worker:
+    """Renews a worker's lease. Raises FailedPrecondition for an older life or after the lease was lost."""
+    worker = core.ledger.workers.get(WorkerId(request.worker_id))
+    if worker is None or worker.incarnation != request.worker_incarnation or worker.state is WorkerState.LOST:
+        raise FailedPrecondition(
+            f"worker {request.worker_id} incarnation {request.worker_incarnation} is not the present "
+            "one; register again",
+            reason="STALE_INCARNATION",
+        )
+    group = core.ledger.groups[worker.worker_id]
+    group.last_sync = core.clock.now()
+    group.resident_bytes = request.resident_bytes
+    held = {ModelId(status.model_id) for status in request.deployments}
+    gone = [
+        model
+        for model_id in core.ledger.models_of_worker[worker.worker_id]
+        if (model := core.ledger.models[model_id]).state is ModelState.DELETING and model_id not in held
+    ]
+    if gone:
+        batch = core.batch()
+        for model in gone:
+            batch.transition(model, ModelEvent.DROPPED)
+        await core.commit(batch)
+    return worker
+
+
+async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, status: worker_pb2.WorkerStatus) -> None:
+    """Takes over what the worker holds and sends again every order whose end is not known."""
+    worker = core.ledger.workers.get(worker_id)
+    if worker is None or worker.incarnation != incarnation or worker.state is WorkerState.LOST:
+        return
+    ledger, group = core.ledger, core.ledger.groups[worker_id]
+    batch = core.batch()
+    if worker.state is WorkerState.JOINING:
+        worker = batch.transition(worker, WorkerEvent.OPEN_STREAM)
+    await core.commit(batch)
+    group.connected, group.last_sync = True, core.clock.now()
+    group.on_device.clear()
+    for deployment in status.deployments:
+        note_residency(core, worker_id, deployment)
+    for model_id in ledger.models_of_worker[worker_id]:
+        ledger.deploying.pop(model_id, None)
+        if ledger.models[model_id].state is ModelState.DELETING:
+            core.drop(ledger.models[model_id])
+    await _send_again(core, worker_id)
+    core.wake(worker_id)
+
+
+async def _send_again(core: Core, worker_id: WorkerId) -> None:
+    """Orders of calls that the worker has or should have; it recognises the ones it knows by call and attempt."""
+    ledger = core.ledger
+    calls = [ledger.calls[c] for c in ledger.calls_on_worker[worker_id]]
+    orders: list[worker_pb2.Order] = []
+    for call in sorted(calls, key=lambda c: (c.sequence, c.create_time)):
+        if call.state is CallState.CANCELLING:
+            orders.append(core.orders.abort(call))
+            continue
+        earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
+        after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
+        orders.append(core.orders.run(call, await core.spec(call), after))
+        ledger.groups[worker_id].serving = call.job_id
+    if orders:
+        _log.info("orders_sent_again", worker=worker_id, orders=len(orders))
+        core.transport.send(worker_id, orders)
+
+
+async def replace_models_of_lost_workers(core: Core) -> None:
+    """Gives models that must be rebuilt and whose worker is lost to another worker that fits."""
+    ledger = core.ledger
+    homeless = [
+        model
+        for model in ledger.models.values()
+        if model.state in (ModelState.CREATING, ModelState.RECOVERING)
+        and (model.worker_id is None or ledger.workers[model.worker_id].state is WorkerState.LOST)
+    ]
+    for model in homeless:
+        try:
+            worker_id = choose_worker(
+                core,
+                model_pb2.ModelBase.FromString(model.base),
+                types_pb2.Affinity.FromString(model.affinity),
+                model.state_bytes,
+            )
+        except ControllerError as error:
+            _log.info("model_waits_for_worker", model=model.model_id, reason=error.reason, detail=error.message)
+            continue
+        batch = core.batch()
+        batch.update(model, worker_id=worker_id, worker_incarnation=ledger.workers[worker_id].incarnation)
+        await core.commit(batch)
+        core.wake(worker_id)
+
+
+def lease_end(core: Core, worker: Worker) -> float:
+    """When the worker is lost unless it synchronizes."""
+    return core.ledger.groups[worker.worker_id].last_sync + limits.WORKER_LEASE_S

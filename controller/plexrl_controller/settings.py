@@ -1,0 +1,93 @@
+"""The controller's settings: flags, each also a PLEXRL_CONTROLLER_* variable, read once, here."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+
+_PREFIX = "PLEXRL_CONTROLLER_"
+POLICIES = {"fifo": Policy(hold=HoldRule.SKI_RENTAL), "hold": Policy(hold=HoldRule.ITERATION)}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Everything that `serve` needs."""
+
+    listen: str
+    database_url: str
+    data_dir: Path
+    policy: Policy
+    worker_token_file: Path
+    bootstrap_token_file: Path | None
+    endpoint_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_ca: Path | None
+    log_level: str
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
+    """Declares the flags of `serve`."""
+
+    def flag(name: str, help_text: str, default: str | None = None, *, required: bool = False) -> None:
+        value = environ.get(_PREFIX + name.replace("-", "_").upper(), default)
+        parser.add_argument(
+            f"--{name}", default=value, required=required and value is None, help=f"{help_text} (default: {default})"
+        )
+
+    flag("listen", "host:port of the gRPC server; port 0 takes a free one", "127.0.0.1:50050")
+    flag("endpoint-file", "file that gets the host:port once it listens")
+    flag("database-url", "SQLAlchemy URL, postgresql+asyncpg://...", required=True)
+    flag("data-dir", "directory of payloads", required=True)
+    flag("policy", f"scheduling policy: {', '.join(POLICIES)}", "fifo")
+    flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
+    flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")
+    flag("tls-cert", "PEM certificate chain; required beyond loopback")
+    flag("tls-key", "PEM private key of --tls-cert")
+    flag("tls-ca", "PEM authorities that worker certificates must chain to (mutual TLS)")
+    flag("log-level", "debug, info, warning or error", "info")
+
+
+def serve_settings(args: argparse.Namespace) -> ServeSettings:
+    """Checks parsed flags. Raises ValueError with a plain sentence."""
+    if args.policy not in POLICIES:
+        raise ValueError(f"--policy {args.policy}: want one of {', '.join(POLICIES)}")
+    host = args.listen.rpartition(":")[0].strip("[]")
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ValueError("--tls-cert and --tls-key go together")
+    if host not in ("127.0.0.1", "localhost", "::1") and not args.tls_cert:
+        raise ValueError(f"--listen {args.listen}: beyond loopback the server needs --tls-cert and --tls-key")
+    return ServeSettings(
+        listen=args.listen,
+        database_url=args.database_url,
+        data_dir=Path(args.data_dir),
+        policy=POLICIES[args.policy],
+        worker_token_file=Path(args.worker_token_file),
+        bootstrap_token_file=_path(args.bootstrap_token_file),
+        endpoint_file=_path(args.endpoint_file),
+        tls_cert=_path(args.tls_cert),
+        tls_key=_path(args.tls_key),
+        tls_ca=_path(args.tls_ca),
+        log_level=args.log_level,
+    )
+
+
+def read_secret(path: Path) -> str:
+    """A token from its file. Raises ValueError when it is empty."""
+    secret = path.read_text().strip()
+    if len(secret) < 16:
+        raise ValueError(f"{path}: a token needs at least 16 characters")
+    return secret
+
+
+def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
+    """Declares the flag of `migrate`."""
+    url = environ.get(_PREFIX + "DATABASE_URL")
+    parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
+
+
+def _path(value: str | None) -> Path | None:
+    return Path(value) if value else None
