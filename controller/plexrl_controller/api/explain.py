@@ -56,13 +56,11 @@ def _pending(core: Core, call: Call, name: str, now: float) -> tuple[str, Sequen
         seconds = now - (other.start_time or now)
         text = (
             f"{name} {waited}: GROUP_BUSY: worker {worker.name} serves {len(running)} call(s) of {owner} "
-            f"({other.kind.name.lower()} for {seconds:.1f} s); this job's turn comes within {core.policy.quantum_s:g} s of "
-            "slice time plus the running call"
+            f"({other.kind.name.lower()} for {seconds:.1f} s); this job's turn comes within "
+            f"{core.policy.quantum_s:g} s of slice time plus the running call"
         )
         return text, [c.call_id for c in running if c.tenant == call.tenant][:16]
     if group.held_since is not None and group.serving is not None and group.serving != call.job_id:
-        return (
-            f"{name} {waited}: GROUP_BUSY: the group is held for a job's short stall, for {now - group.held_since:.2f} s",
-            (),
-        )
+        text = f"the group is held for a job's short stall, for {now - group.held_since:.2f} s"
+        return f"{name} {waited}: GROUP_BUSY: {text}", ()
     return f"{name} is ready and about to be dispatched to worker {worker.name}", ()

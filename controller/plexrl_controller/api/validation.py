@@ -90,7 +90,7 @@ def _check_forward_backward(spec: types_pb2.ForwardBackwardSpec) -> None:
         elif field in arrays and field not in optional:
             raise InvalidArgument(f"forward_backward.{field}: {loss_name} needs it")
     for setting in ("clip_low", "clip_high", "kl_coef"):
-        if not spec.params.HasField(setting):  # type: ignore[arg-type]
+        if not spec.params.HasField(setting):
             continue
         if setting not in settings:
             raise InvalidArgument(f"forward_backward.params.{setting}: {loss_name} does not use it; leave it out")

@@ -1,1 +1,1 @@
-"""The leader at work: ledger, cycle, orders, reports. Decisions come from `scheduling`, transitions from `lifecycle`."""
+"""The leader at work: ledger, cycle, orders, reports. `scheduling` decides, `lifecycle` transitions."""

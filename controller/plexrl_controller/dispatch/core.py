@@ -25,6 +25,7 @@ from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, 
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.payloads import inline
 from plexrl_controller.payloads.port import PayloadStore
 from plexrl_controller.scheduling.next_slice import Policy
 from plexrl_controller.store.port import Store
@@ -32,7 +33,6 @@ from plexrl_controller.store.writer import GroupWriter
 
 log = structlog.get_logger("plexrl.controller")
 
-INLINE_BYTES = 64 * 1024
 CACHE_BYTES = 256 * 1024 * 1024
 
 
@@ -122,44 +122,40 @@ class Core:
 
     async def keep(self, data: bytes, tenant: Tenant) -> Payload:
         """Makes bytes durable: inline up to 64 KiB, else in the payload store."""
-        if len(data) <= INLINE_BYTES:
-            return Payload(hashlib.sha256(data).hexdigest(), len(data), data)
-        payload = await self.payloads.put(tenant, data)
-        self._bytes.put(payload.sha256, data)
+        payload = await inline.keep(self.payloads, tenant, data)
+        if payload.inline is None:
+            self._bytes.put(payload.sha256, data)
         return payload
 
     async def fetch(self, tenant: Tenant, payload: Payload) -> bytes:
-        """Reads bytes back. Raises DataLoss when they are gone or changed."""
+        """Reads bytes back. Raises DataLoss or NotFound when they are gone or changed."""
         if payload.inline is not None:
             return payload.inline
         cached = self._bytes.get(payload.sha256)
-        if cached is not None:
-            return cached
-        data = await self.payloads.read(tenant, payload)
-        self._bytes.put(payload.sha256, data)
-        return data
+        if cached is None:
+            cached = await inline.fetch(self.payloads, tenant, payload)
+            self._bytes.put(payload.sha256, cached)
+        return cached
 
     async def unkeep(self, tenant: Tenant, *payloads: Payload | None) -> None:
         """Gives up what `keep` stored; bytes that nobody else needs are deleted."""
         for payload in payloads:
-            if payload is not None and payload.inline is None:
-                await self.payloads.release(tenant, payload)
+            await inline.release(self.payloads, tenant, payload)
 
     def hold_payloads(self) -> None:
         """After a restart: takes the references that the loaded records stand for."""
         for call in list(self.ledger.calls.values()):
             for payload in (call.spec, call.result):
-                if payload is not None and payload.inline is None:
-                    self._hold(call.tenant, payload)
+                self._hold(call.tenant, payload)
         for model in list(self.ledger.models.values()):
             for payload_id in model_pb2.ModelBase.FromString(model.base).bundle.payload_ids.values():
                 self._hold(model.tenant, Payload(payload_id, -1))
 
-    def _hold(self, tenant: Tenant, payload: Payload) -> None:
+    def _hold(self, tenant: Tenant, payload: Payload | None) -> None:
         try:
-            self.payloads.retain(tenant, payload)
+            inline.retain(self.payloads, tenant, payload)
         except NotFound:
-            log.error("payload_missing", tenant=tenant, sha256=payload.sha256)
+            log.error("payload_missing", tenant=tenant, detail=str(payload))
 
     async def spec(self, call: Call) -> types_pb2.CallSpec:
         """The arguments of a call."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import end
-from plexrl_controller.dispatch.core import INLINE_BYTES, Core
+from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.domain.errors import (
     AlreadyExists,
@@ -23,6 +23,7 @@ from plexrl_controller.domain.records import Call, Job, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.payloads.inline import INLINE_LIMIT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ async def submit(core: Core, submission: Submission) -> Call:
         deadline=batch.now + submission.timeout_s,
         checkpoint_id=_checkpoint_id(core, submission),
     )
-    large = len(submission.spec_bytes) > INLINE_BYTES
+    large = len(submission.spec_bytes) > INLINE_LIMIT_BYTES
     if large:
         call = replace(call, spec=Payload(submission.spec_sha256, len(submission.spec_bytes)))
     ledger.specs[call.call_id] = submission.spec

@@ -47,7 +47,7 @@ class DirectoryPayloadStore:
             ledger.found(key, size_bytes)
         return cls(root, ledger)
 
-    async def put(self, content: bytes | AsyncIterable[bytes], tenant: Tenant) -> Payload:
+    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
         owner = _owner(tenant)
         partial = self._root / _PARTIAL / token_hex(16)
         reserved_bytes = 0
@@ -75,28 +75,28 @@ class DirectoryPayloadStore:
         try:
             await _in_thread(_sync_directory, path.parent)
         except BaseException:
-            await self.release(payload, tenant)
+            await self.release(tenant, payload)
             raise
         return payload
 
-    def find(self, payload_id: str, tenant: Tenant | None = None) -> Payload:
+    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
         return self._ledger.find(_owner_or_any(tenant), checked_sha256(payload_id))
 
-    async def owned_by(self, payload_id: str, tenant: Tenant | None) -> bool:
+    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
         return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
 
-    def retain(self, payload: Payload, tenant: Tenant) -> None:
+    def retain(self, tenant: Tenant, payload: Payload) -> None:
         self._ledger.retain((_owner(tenant), checked_sha256(payload.sha256)))
 
-    async def release(self, payload: Payload, tenant: Tenant) -> None:
+    async def release(self, tenant: Tenant, payload: Payload) -> None:
         key = _owner(tenant), checked_sha256(payload.sha256)
         if self._ledger.release(key):
             await self._delete([key])
 
-    async def read(self, payload: Payload, tenant: Tenant | None = None) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks(payload, tenant)])
+    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
 
-    async def chunks(self, payload: Payload, tenant: Tenant | None = None) -> AsyncIterator[bytes]:
+    async def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
         key = self._ledger.key(_owner_or_any(tenant), checked_sha256(payload.sha256))
         digest = sha256()
         size_bytes = 0

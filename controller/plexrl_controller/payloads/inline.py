@@ -15,27 +15,27 @@ def inline_payload(content: bytes) -> Payload:
     return Payload(sha256(content).hexdigest(), len(content), content)
 
 
-async def keep(store: PayloadStore, content: bytes, tenant: Tenant) -> Payload:
+async def keep(store: PayloadStore, tenant: Tenant, content: bytes) -> Payload:
     """Makes a payload of `content`, durable before it returns unless its record will carry it. Errors as `put`."""
-    return inline_payload(content) if len(content) <= INLINE_LIMIT_BYTES else await store.put(content, tenant)
+    return inline_payload(content) if len(content) <= INLINE_LIMIT_BYTES else await store.put(tenant, content)
 
 
-async def fetch(store: PayloadStore, payload: Payload, tenant: Tenant | None = None) -> bytes:
+async def fetch(store: PayloadStore, tenant: Tenant | None, payload: Payload) -> bytes:
     """The payload's bytes, wherever they are. Errors as `read`."""
     if payload.inline is None:
-        return await store.read(payload, tenant)
+        return await store.read(tenant, payload)
     if len(payload.inline) != payload.size_bytes or sha256(payload.inline).hexdigest() != payload.sha256:
         raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
     return payload.inline
 
 
-def retain(store: PayloadStore, payload: Payload | None, tenant: Tenant) -> None:
+def retain(store: PayloadStore, tenant: Tenant, payload: Payload | None) -> None:
     """Takes a reference where there is something to refer to. Errors as `PayloadStore.retain`."""
     if payload is not None and payload.inline is None:
-        store.retain(payload, tenant)
+        store.retain(tenant, payload)
 
 
-async def release(store: PayloadStore, payload: Payload | None, tenant: Tenant) -> None:
+async def release(store: PayloadStore, tenant: Tenant, payload: Payload | None) -> None:
     """Gives the reference of a payload back, where there is one. Errors as `PayloadStore.release`."""
     if payload is not None and payload.inline is None:
-        await store.release(payload, tenant)
+        await store.release(tenant, payload)

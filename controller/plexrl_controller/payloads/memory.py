@@ -17,7 +17,7 @@ class MemoryPayloadStore:
         self._ledger = Ledger(quota_bytes, max_payload_bytes)
         self._content: dict[Key, bytes] = {}
 
-    async def put(self, content: bytes | AsyncIterable[bytes], tenant: Tenant) -> Payload:
+    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
         received = bytearray()
         try:
             async for chunk in chunks_of(content):
@@ -31,28 +31,28 @@ class MemoryPayloadStore:
         self._ledger.settle((tenant, payload.sha256), len(received))
         return payload
 
-    def find(self, payload_id: str, tenant: Tenant | None = None) -> Payload:
+    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
         return self._ledger.find(tenant, checked_sha256(payload_id))
 
-    async def owned_by(self, payload_id: str, tenant: Tenant | None) -> bool:
+    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
         return self._ledger.holds(tenant, checked_sha256(payload_id))
 
-    def retain(self, payload: Payload, tenant: Tenant) -> None:
+    def retain(self, tenant: Tenant, payload: Payload) -> None:
         self._ledger.retain((tenant, checked_sha256(payload.sha256)))
 
-    async def release(self, payload: Payload, tenant: Tenant) -> None:
+    async def release(self, tenant: Tenant, payload: Payload) -> None:
         key = tenant, checked_sha256(payload.sha256)
         if self._ledger.release(key):
             del self._content[key]
 
-    async def read(self, payload: Payload, tenant: Tenant | None = None) -> bytes:
+    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
         content = self._content[self._ledger.key(tenant, checked_sha256(payload.sha256))]
         if payload.size_bytes not in (len(content), -1) or sha256(content).hexdigest() != payload.sha256:
             raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
         return content
 
-    async def chunks(self, payload: Payload, tenant: Tenant | None = None) -> AsyncIterator[bytes]:
-        content = await self.read(payload, tenant)
+    async def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
+        content = await self.read(tenant, payload)
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
 

@@ -26,11 +26,11 @@ class PayloadStore(Protocol):
     """The port. Implementations: `directory`, and `memory` as its twin.
 
     Every method raises Unavailable when the storage fails, and InvalidArgument for a payload whose hash is no SHA-256.
-    A tenant reaches its own content only; where the tenant is None, anybody's is meant: for parts of the service itself.
-    The size of a payload to read may be -1, when only its hash is known.
+    A tenant reaches its own content only; where the tenant is None, anybody's is meant: for parts of the service
+    itself. The size of a payload to read may be -1, when only its hash is known.
     """
 
-    async def put(self, content: bytes | AsyncIterable[bytes], tenant: Tenant) -> Payload:
+    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
         """Stores `content` durably and takes a reference; content that is there already is stored once.
 
         Raises ResourceExhausted, with the limit, when the payload or the tenant's stored bytes would grow too large
@@ -38,27 +38,27 @@ class PayloadStore(Protocol):
         """
         ...
 
-    def find(self, payload_id: str, tenant: Tenant | None = None) -> Payload:
+    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
         """Stored content of that hash. Raises NotFound."""
         ...
 
-    async def owned_by(self, payload_id: str, tenant: Tenant | None) -> bool:
+    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
         """Whether `find` finds it."""
         ...
 
-    def retain(self, payload: Payload, tenant: Tenant) -> None:
+    def retain(self, tenant: Tenant, payload: Payload) -> None:
         """Takes a reference to stored content. Raises NotFound when the tenant has no such content."""
         ...
 
-    async def release(self, payload: Payload, tenant: Tenant) -> None:
+    async def release(self, tenant: Tenant, payload: Payload) -> None:
         """Gives a reference back; the last one deletes the content. Raises NotFound when nobody holds any."""
         ...
 
-    async def read(self, payload: Payload, tenant: Tenant | None = None) -> bytes:
+    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
         """The content. Raises NotFound when there is none, DataLoss when it no longer matches hash and size."""
         ...
 
-    def chunks(self, payload: Payload, tenant: Tenant | None = None) -> AsyncIterator[bytes]:
+    def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
         """The content in pieces of at most CHUNK_BYTES, errors as `read`.
 
         The last piece comes only when the whole has matched its hash.
