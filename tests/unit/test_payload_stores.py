@@ -111,6 +111,26 @@ async def test_a_hash_that_is_none_is_refused(store: PayloadStore, name: str) ->
         store.find(ACME, name)
 
 
+async def test_the_service_itself_reaches_any_content_by_its_hash(store: PayloadStore) -> None:
+    payload = await store.put(OTHER, b"anybody's")
+    assert store.has(OTHER, payload.sha256)
+    assert store.has(None, payload.sha256)
+    assert not store.has(ACME, payload.sha256)
+    assert store.find(None, payload.sha256) == payload
+    assert await store.read(None, Payload(payload.sha256, -1)) == b"anybody's"
+    assert b"".join([chunk async for chunk in store.chunks(None, payload)]) == b"anybody's"
+    await store.release(OTHER, payload)
+    assert not store.has(None, payload.sha256)
+    with pytest.raises(NotFound):
+        await store.read(None, payload)
+
+
+async def test_a_wrong_size_is_data_loss(store: PayloadStore) -> None:
+    payload = await store.put(ACME, b"content")
+    with pytest.raises(DataLoss):
+        await store.read(ACME, Payload(payload.sha256, 6))
+
+
 async def test_too_large_a_payload_is_refused_with_the_limit(store: PayloadStore) -> None:
     with pytest.raises(ResourceExhausted, match=str(MAX_PAYLOAD_BYTES)):
         await store.put(ACME, bytes(MAX_PAYLOAD_BYTES + 1))
