@@ -1,0 +1,130 @@
+"""`plexrl timeline`: device time as a Chrome trace. The demo writes its trace with the same function.
+
+Format: the Trace Event Format's JSON object form, complete events ("X") with microseconds.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from plexrl.cli import options
+from plexrl.connection import Connection
+from plexrl.v1 import admin_pb2 as a
+from plexrl.v1 import job_pb2 as j
+from plexrl.v1 import types_pb2 as t
+
+DEVICE_TRACK = 0
+# Colour names of the trace viewer.
+_COLOURS = {
+    t.INTERVAL_KIND_BUSY: "thread_state_running",
+    t.INTERVAL_KIND_SWAP: "thread_state_iowait",
+    t.INTERVAL_KIND_HOLD: "thread_state_sleeping",
+}
+
+
+def add_parser(subparsers: options.Subparsers) -> None:
+    """Adds `timeline` to the subcommands."""
+    parser = subparsers.add_parser(
+        "timeline",
+        help="write device time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev)",
+        description="Write device time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev).",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="e.g. trace.json")
+    parser.add_argument("--job", default="", metavar="ID", help="only this job's device time")
+    options.add_connection_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    with options.connection(args) as connection:
+        intervals = read_intervals(connection, args.job)
+        job_names, worker_names = read_names(connection)
+    write_trace(args.output, intervals, job_names, worker_names)
+    print(f"wrote {len(intervals)} intervals to {args.output}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def read_intervals(connection: Connection, job_id: str = "") -> list[t.DeviceInterval]:
+    """All device time, or one job's, by start."""
+    batches = connection.collect(connection.admin.ListIntervals, a.ListIntervalsRequest(job_id=job_id))
+    return [interval for batch in batches for interval in batch.intervals]
+
+
+def read_names(connection: Connection) -> tuple[dict[str, str], dict[str, str]]:
+    """Job names by job id, and worker names by worker id."""
+
+    def fetch(token: str) -> tuple[list[j.Job], str]:
+        page = connection.unary(connection.jobs.ListJobs, j.ListJobsRequest(page_size=1000, page_token=token))
+        return list(page.jobs), page.next_page_token
+
+    jobs = {job.job_id: job.name for job in options.pages(fetch, limit=100_000)}
+    workers = connection.unary(connection.admin.ListWorkers, a.ListWorkersRequest()).workers
+    return jobs, {worker.worker_id: worker.name for worker in workers}
+
+
+def write_trace(
+    path: Path,
+    intervals: Iterable[t.DeviceInterval],
+    job_names: Mapping[str, str],
+    worker_names: Mapping[str, str],
+) -> None:
+    """Writes a trace with a process per worker, in it a device track and a track per job."""
+    events = trace_events(intervals, job_names, worker_names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
+
+
+def trace_events(
+    intervals: Iterable[t.DeviceInterval], job_names: Mapping[str, str], worker_names: Mapping[str, str]
+) -> list[dict[str, object]]:
+    """The trace's events; times count from the first interval."""
+    intervals = sorted(intervals, key=lambda interval: interval.start_unix_ns)
+    if not intervals:
+        return []
+    origin_ns = intervals[0].start_unix_ns
+    processes: dict[str, int] = {}
+    tracks: dict[str, int] = {}
+    names: dict[tuple[int, int], dict[str, object]] = {}
+    events: list[dict[str, object]] = []
+    for interval in intervals:
+        process = processes.setdefault(interval.worker_id, len(processes) + 1)
+        track = tracks.setdefault(interval.job_id, len(tracks) + 1)
+        job_name = job_names.get(interval.job_id, interval.job_id)
+        worker_name = worker_names.get(interval.worker_id, interval.worker_id)
+        names.setdefault((process, -1), _name("process_name", process, DEVICE_TRACK, f"worker {worker_name}"))
+        names.setdefault((process, DEVICE_TRACK), _name("thread_name", process, DEVICE_TRACK, "device"))
+        names.setdefault((process, track), _name("thread_name", process, track, f"job {job_name}"))
+        for tid, label in ((DEVICE_TRACK, job_name), (track, _label(interval))):
+            events.append(_event(interval, process, tid, label, origin_ns))
+    return [*names.values(), *events]
+
+
+def _name(kind: str, process: int, track: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _label(interval: t.DeviceInterval) -> str:
+    if interval.kind == t.INTERVAL_KIND_BUSY:
+        return options.state_name(t.CallKind.Name(interval.call_kind), "CALL_KIND_")
+    return options.state_name(t.IntervalKind.Name(interval.kind), "INTERVAL_KIND_")
+
+
+def _event(interval: t.DeviceInterval, process: int, track: int, label: str, origin_ns: int) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": label,
+        "cat": options.state_name(t.IntervalKind.Name(interval.kind), "INTERVAL_KIND_"),
+        "pid": process,
+        "tid": track,
+        "ts": (interval.start_unix_ns - origin_ns) / 1000,
+        "dur": max(0, interval.end_unix_ns - interval.start_unix_ns) / 1000,
+        "cname": _COLOURS.get(interval.kind, "generic_work"),
+        "args": {
+            "function": _label(interval),
+            "call_id": interval.call_id,
+            "model_id": interval.model_id,
+            "moved_bytes": interval.moved_bytes,
+        },
+    }
