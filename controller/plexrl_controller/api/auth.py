@@ -1,5 +1,7 @@
 """Who calls, and may they: bearer tokens, roles, one table from rpc to roles. What is not in the table is refused."""
 
+from __future__ import annotations  # grpc.RpcMethodHandler is generic to type checkers only
+
 import hashlib
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar

@@ -1,0 +1,285 @@
+"""The leader's promises over calls, sequences, versions, swaps and losses, with everything real but worker and disk."""
+
+import pytest
+
+from plexrl.v1 import types_pb2
+from plexrl_controller.dispatch import jobs, models, reaper
+from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
+from plexrl_controller.domain.records import Call
+from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
+from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.store.memory import MemoryStore
+from tests.support import specs
+from tests.support.leader import Leader, running_leader
+from tests.support.worker_double import WorkerDouble
+
+
+def call_of(leader: Leader, call_id: str) -> Call:
+    return next(c for c in leader.core.ledger.calls.values() if c.call_id == call_id)
+
+
+async def test_a_call_is_executed_and_its_result_is_durable() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        accepted = await leader.submit(model, specs.generate())
+        await leader.work()
+        stored = await leader.core.store.get_call(call_of(leader, accepted.call_id).call_id)
+        assert stored is not None
+        assert stored.state is CallState.SUCCEEDED
+        assert stored.result is not None
+
+
+async def test_the_same_request_is_the_same_call_and_other_content_is_refused() -> None:
+    """G01: whoever resends, the work is done once."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        first = await leader.submit(model, specs.optim_step(), 1, request_id="once")
+        await leader.work()
+        again = await leader.submit(model, specs.optim_step(), 1, request_id="once")
+        await leader.work()
+        assert again.call_id == first.call_id
+        assert again.state == types_pb2.CALL_STATE_SUCCEEDED
+        assert leader.worker.executed == [first.call_id]
+        with pytest.raises(AlreadyExists) as refused:
+            await leader.submit(model, specs.optim_step(lr=2.0), 1, request_id="once")
+        assert refused.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_a_sequence_runs_in_order_whatever_the_order_of_arrival() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        third = await leader.submit(model, specs.sync(), 3)
+        second = await leader.submit(model, specs.optim_step(), 2)
+        await leader.work()
+        assert leader.worker.executed == []
+        first = await leader.submit(model, specs.forward_backward(), 1)
+        await leader.work()
+        assert leader.worker.executed == [first.call_id, second.call_id, third.call_id]
+        assert leader.core.ledger.models[model.model_id].weights_version == 3
+
+
+async def test_a_failed_call_fails_its_successors_until_the_sequence_is_resumed() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        leader.worker.fail_next["forward_backward"] = (3, "NON_FINITE")
+        bad = await leader.submit(model, specs.forward_backward(), 1)
+        step = await leader.submit(model, specs.optim_step(), 2)
+        sync = await leader.submit(model, specs.sync(), 3)
+        waiting = await leader.submit(model, specs.generate())
+        await leader.work()
+        assert call_of(leader, bad.call_id).reason is CallReason.NON_FINITE
+        for successor in (step, sync, waiting):
+            assert call_of(leader, successor.call_id).reason is CallReason.PREDECESSOR_FAILED
+        with pytest.raises(FailedPrecondition) as refused:
+            await leader.submit(model, specs.optim_step(), 4)
+        assert refused.value.reason == "PREDECESSOR_FAILED"
+        number = await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id])
+        assert number == 4
+        good = await leader.submit(model, specs.optim_step(), number)
+        await leader.work()
+        assert call_of(leader, good.call_id).state is CallState.SUCCEEDED
+
+
+async def test_generate_uses_the_last_sync_submitted_before_it_and_sync_drains_older_ones() -> None:
+    """G06: generation never uses weights other than those named."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        old = await leader.submit(model, specs.generate())
+        await leader.submit(model, specs.sync(), 1)
+        new = await leader.submit(model, specs.generate())
+        assert (old.weights_version, new.weights_version) == (0, 1)
+        await leader.work()
+        assert [call_of(leader, c.call_id).state for c in (old, new)] == [CallState.SUCCEEDED] * 2
+        assert leader.worker.executed[0] == old.call_id
+        with pytest.raises(FailedPrecondition) as gone:
+            await leader.submit(model, specs.generate_at(exact=0))
+        assert gone.value.reason == "VERSION_GONE"
+        with pytest.raises(InvalidArgument):
+            await leader.submit(model, specs.generate_at(exact=7))
+
+
+async def test_two_jobs_swap_on_a_device_that_holds_one() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        a = await leader.model(await leader.job("a"))
+        b = await leader.model(await leader.job("b"))
+        for _ in range(2):
+            for model in (a, b):
+                await leader.submit(model, specs.generate())
+                await leader.work()
+                leader.clock.time += 1.0
+        assert len(leader.worker.executed) == 4
+        assert leader.worker.swaps == 4
+        assert leader.core.invariant_violations == 0
+
+
+async def test_hold_by_iteration_keeps_the_group_until_the_sync() -> None:
+    async with running_leader(policy=Policy(hold=HoldRule.ITERATION)) as leader:
+        await leader.join()
+        a = await leader.model(await leader.job("a"))
+        b = await leader.model(await leader.job("b"))
+        await leader.submit(a, specs.generate())
+        await leader.work()
+        other = await leader.submit(b, specs.generate())
+        leader.clock.time += 5.0
+        await leader.work()
+        assert call_of(leader, other.call_id).state is CallState.PENDING
+        await leader.submit(a, specs.sync(), 1)
+        await leader.work()
+        assert call_of(leader, other.call_id).state is CallState.SUCCEEDED
+        account = leader.core.ledger.account(a.job_id)
+        assert account.hold_s == pytest.approx(5.0, abs=0.1)
+
+
+async def test_a_new_leader_goes_on_where_the_old_one_stopped() -> None:
+    """G14, G20: what was accepted is executed once, by whichever leader."""
+    store, worker = MemoryStore(), WorkerDouble()
+    async with running_leader(store, worker) as old:
+        await old.join()
+        model = await old.model(await old.job())
+        accepted = await old.submit(model, specs.forward_backward(), 1)
+        await old.settle()
+        reports = worker.run()  # executed, but the old leader never hears of it
+        assert any(r.WhichOneof("event") == "finished" for r in reports)
+    async with running_leader(store, worker) as new:
+        new.worker_id = next(iter(new.core.ledger.workers))
+        await new.dispatcher.stream_opened(new.worker_id, 1, worker.status())
+        await new.work()
+        assert call_of(new, accepted.call_id).state is CallState.SUCCEEDED
+        assert worker.executed == [accepted.call_id]
+
+
+async def test_a_lost_worker_costs_a_model_at_its_base_only_time() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        call = await leader.submit(model, specs.generate())
+        await leader.settle()
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
+        assert call_of(leader, call.call_id).attempt == 2
+        assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
+
+
+async def test_a_lost_training_state_is_said_plainly_and_a_checkpoint_brings_it_back() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.forward_backward(), 1)
+        saved = await leader.submit(model, specs.save(), 2)
+        await leader.work()
+        checkpoint_id = call_of(leader, saved.call_id).checkpoint_id
+        assert checkpoint_id is not None
+        await leader.submit(model, specs.optim_step(), 3)
+        await leader.work()
+        late = await leader.submit(model, specs.sync(), 4)
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        assert call_of(leader, late.call_id).reason is CallReason.STATE_LOST
+        with pytest.raises(FailedPrecondition) as refused:
+            await leader.submit(model, specs.optim_step(), 5)
+        assert refused.value.reason == "STATE_LOST"
+        loaded = await leader.submit(model, specs.load(checkpoint_id), 5)
+        await leader.work()
+        assert call_of(leader, loaded.call_id).state is CallState.SUCCEEDED
+        step = await leader.submit(model, specs.optim_step(), 6)
+        await leader.work()
+        assert call_of(leader, step.call_id).state is CallState.SUCCEEDED
+
+
+async def test_an_expired_lease_frees_the_worker_and_ends_every_call() -> None:
+    """G11, G03: a lost client frees what it held; nothing hangs."""
+    async with running_leader() as leader:
+        await leader.join()
+        job = await leader.job(lease_s=10.0)
+        model = await leader.model(job)
+        call = await leader.submit(model, specs.sync(), 2)
+        leader.clock.time += 11.0
+        leader.core.ledger.groups[leader.worker_id or ""].last_sync = leader.clock.time  # type: ignore[index]
+        await reaper.reap(leader.core)
+        await leader.work()
+        assert leader.core.ledger.jobs[job.job_id].state is JobState.EXPIRED
+        assert call_of(leader, call.call_id).reason is CallReason.JOB_ENDED
+        assert leader.worker.models == {}
+
+
+async def test_finishing_a_job_stops_its_running_call_and_another_job_goes_on() -> None:
+    """G12: one job's end never stalls another."""
+    async with running_leader() as leader:
+        await leader.join()
+        first, second = await leader.job("a"), await leader.job("b")
+        a, b = await leader.model(first), await leader.model(second)
+        running = await leader.submit(a, specs.generate())
+        await leader.settle()
+        assert call_of(leader, running.call_id).state is CallState.DISPATCHED
+        await jobs.finish_job(leader.core, leader.core.ledger.jobs[first.job_id])
+        other = await leader.submit(b, specs.generate())
+        await leader.work()
+        assert call_of(leader, running.call_id).state is CallState.CANCELLED
+        assert call_of(leader, other.call_id).state is CallState.SUCCEEDED
+        assert leader.core.ledger.jobs[first.job_id].state is JobState.FINISHED
+
+
+async def test_attempts_that_keep_dying_end_the_call() -> None:
+    """G03, G04."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        call = await leader.submit(model, specs.generate())
+        for _ in range(3):
+            leader.worker.fail_next["generate"] = (14, "ENGINE_DIED")
+            await leader.settle()
+            reports = leader.worker.run()
+            assert leader.worker_id is not None
+            await leader.dispatcher.reports_came(leader.worker_id, 1, reports)
+        await leader.settle()
+        assert call_of(leader, call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
+
+
+async def test_a_deadline_ends_a_call_that_waits() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job(lease_s=3600.0))
+        call = await leader.submit(model, specs.sync(), 2)
+        leader.clock.time += 3500.0
+        leader.core.ledger.groups[leader.worker_id or ""].last_sync = leader.clock.time + 200.0  # type: ignore[index]
+        await reaper.reap(leader.core)
+        assert call_of(leader, call.call_id).state is CallState.PENDING
+        jobs.heartbeat(leader.core, leader.core.ledger.jobs[model.job_id], None)
+        leader.clock.time += 101.0
+        await reaper.reap(leader.core)
+        assert call_of(leader, call.call_id).state is CallState.EXPIRED
+
+
+async def test_refusals_change_nothing() -> None:
+    """G17: what cannot be honoured is refused at submit, and the next good call works."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        bad: list[tuple[types_pb2.CallSpec, int]] = [
+            (types_pb2.CallSpec(), 1),
+            (specs.generate(n=0), 0),
+            (specs.generate(temperature=float("nan")), 0),
+            (specs.generate(), 1),
+            (specs.optim_step(lr=-1.0), 1),
+            (specs.optim_step(), 0),
+            (specs.optim_step(), 1_000_000),
+            (specs.load("../../etc"), 1),
+            (specs.save("a/b"), 1),
+        ]
+        for spec, sequence in bad:
+            with pytest.raises((ControllerError, ValueError)) as refused:
+                await leader.submit(model, spec, sequence)
+            assert "INTERNAL" not in str(getattr(refused.value, "code", ""))
+        good = await leader.submit(model, specs.optim_step(), 1)
+        await leader.work()
+        assert call_of(leader, good.call_id).state is CallState.SUCCEEDED
