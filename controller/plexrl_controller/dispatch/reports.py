@@ -262,7 +262,7 @@ def note_residency(core: Core, worker_id: WorkerId, status: registry_pb2.Deploym
     """Takes over where a model's components are, as its worker says."""
     model_id = ModelId(status.model_id)
     core.ledger.residency[model_id] = tuple(_copy(component) for component in status.residency)
-    on_device = bool(status.residency) and any(c.tier == types_pb2.TIER_DEVICE for c in status.residency)
+    on_device = bool(status.residency) and all(c.tier == types_pb2.TIER_DEVICE for c in status.residency)
     group = core.ledger.groups[worker_id]
     if on_device and not status.state_lost:
         group.on_device.add(model_id)
