@@ -1,0 +1,251 @@
+"""Executes calls on a model that is on the device: checks sequence and version, runs the engine's function, keeps the
+books of what changed. All of a call is applied, or none of it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from plexrl import wire
+from plexrl.v1 import types_pb2 as t
+from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.bases import TOKENIZER_FILES
+from plexrl_worker.checkpoints import CheckpointFacts, CommittedCheckpoint
+from plexrl_worker.deployment import Deployment
+from plexrl_worker.engine import errors as engine_errors
+from plexrl_worker.engine.client import EngineCall, EngineProcess, ProgressListener
+from plexrl_worker.engine.port import Component
+from plexrl_worker.errors import (
+    Cancelled,
+    EngineDied,
+    InvalidOrder,
+    SequenceMismatch,
+    StateLost,
+    Unsupported,
+    VersionGone,
+)
+from plexrl_worker.host import ModelHost
+from plexrl_worker.journal import Journal
+
+T = TypeVar("T")
+
+# What each function changes on the device. A function that raises has changed nothing.
+_CHANGES: dict[str, frozenset[Component]] = {
+    "generate": frozenset(),
+    "score": frozenset(),
+    "forward_backward": frozenset({Component.GRADIENTS}),
+    "optim_step": frozenset({Component.TRAIN_WEIGHTS, Component.GRADIENTS, Component.OPTIMIZER}),
+    "sync_weights": frozenset({Component.ROLLOUT_WEIGHTS}),
+    "save_checkpoint": frozenset(),
+    "load_checkpoint": frozenset(Component),
+}
+_NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
+
+
+@dataclass
+class Execution:
+    """A call on its way: how it is stopped, and what it did. It begins once it has the device and passed its checks."""
+
+    order: w.RunCallOrder
+    on_begin: Callable[[], None]
+    on_progress: ProgressListener
+    journal: Journal = field(default_factory=Journal)
+    begun: bool = False
+    aborted: bool = False
+    running: EngineCall[Any] | None = None
+
+    def begin(self) -> None:
+        """It begins."""
+        self.begun = True
+        self.on_begin()
+
+    def abort(self) -> None:
+        """Stops it at its next step, or before it begins. It may still finish if it was about to."""
+        self.aborted = True
+        if self.running is not None:
+            self.running.abort()
+
+    async def follow(self, call: EngineCall[T]) -> T:
+        """Awaits an engine's call, as the one that is stopped and that progress is heard from."""
+        call.on_progress = self.on_progress
+        self.running = call
+        if self.aborted:
+            call.abort()
+        try:
+            return await call
+        finally:
+            self.running = None
+
+
+class CallRunner:
+    """Runs calls on the models of a host."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+
+    async def run(self, execution: Execution) -> t.CallResult:
+        """Runs one call. Raises WorkerError kinds; nothing was applied then, unless the state is said to be lost."""
+        order, journal = execution.order, execution.journal
+        async with self._host.device.lock:
+            if execution.aborted:
+                raise Cancelled("the call was stopped before it began")
+            deployment = self._host.deployment(order.model_id)
+            self._host.settle(deployment, journal)
+            function = _check(order, deployment)
+            execution.begin()
+            if function == "load_checkpoint":
+                process = await self._host.make_room(deployment, journal)
+            else:
+                self._host.residency.require_on_device(order.model_id)
+                if deployment.attached is None:
+                    raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
+                process = deployment.attached
+            with journal.timed(self._busy_interval(deployment, order)):
+                try:
+                    result = await self._execute(execution, deployment, process)
+                except engine_errors.EngineError as error:
+                    raise self._host.engine_failed(process, error, journal) from error
+            self._apply(deployment, order, function)
+            journal.touch(order.model_id)
+            return result
+
+    async def _execute(self, execution: Execution, deployment: Deployment, process: EngineProcess) -> t.CallResult:
+        order, spec, model_id = execution.order, execution.order.spec, deployment.model_id
+        follow = execution.follow
+        match spec.WhichOneof("function"):
+            case "generate":
+                generated = await follow(process.generate(model_id, spec.generate, order.weights_version))
+                return t.CallResult(generate=generated)
+            case "score":
+                scored = await follow(process.score(model_id, spec.score))
+                return t.CallResult(score=scored)
+            case "forward_backward":
+                trained = await follow(process.forward_backward(model_id, spec.forward_backward))
+                return t.CallResult(forward_backward=trained)
+            case "optim_step":
+                stepped = await follow(process.optim_step(model_id, spec.optim_step))
+                return t.CallResult(optim_step=stepped)
+            case "sync_weights":
+                await follow(process.sync(model_id, order.sequence))
+                return t.CallResult(sync_weights=t.SyncWeightsResult(weights_version=order.sequence))
+            case "save_checkpoint":
+                saved = await self._save(execution, deployment, process)
+                return t.CallResult(save_checkpoint=t.SaveCheckpointResult(checkpoint=saved))
+            case "load_checkpoint":
+                return t.CallResult(load_checkpoint=await self._load(execution, deployment, process))
+            case _:
+                raise InvalidOrder("spec.function: not set, want one of the functions of CallSpec")
+
+    async def _save(self, execution: Execution, deployment: Deployment, process: EngineProcess) -> t.Checkpoint:
+        order, store, checkpoint_id = execution.order, self._host.checkpoints, execution.order.new_checkpoint_id
+        present = await asyncio.to_thread(store.find, checkpoint_id)
+        if present is not None:
+            # An earlier attempt of this call committed it, and its report was lost.
+            if (present.facts.model_id, present.facts.sequence) != (order.model_id, order.sequence):
+                raise InvalidOrder(f"checkpoint {checkpoint_id} exists and is another call's")
+            return _checkpoint(present, order)
+        directory = await asyncio.to_thread(store.begin, checkpoint_id)
+        try:
+            saved = await execution.follow(process.save(deployment.model_id, str(directory)))
+            facts = CheckpointFacts(
+                checkpoint_id=checkpoint_id,
+                model_id=order.model_id,
+                sequence=order.sequence,
+                step=saved.optimizer_step,
+                weights_version=saved.rollout_version,
+                architecture=deployment.base.architecture,
+            )
+            tokenizer = [path for path in deployment.base.directory.iterdir() if path.name in TOKENIZER_FILES]
+            committed = await asyncio.to_thread(store.commit, facts, saved, tokenizer)
+        except BaseException:
+            store.abandon(checkpoint_id)
+            raise
+        return _checkpoint(committed, order)
+
+    async def _load(
+        self, execution: Execution, deployment: Deployment, process: EngineProcess
+    ) -> t.LoadCheckpointResult:
+        spec, version = execution.order.spec.load_checkpoint, execution.order.sequence
+        match spec.WhichOneof("source"):
+            case "checkpoint_id":
+                checkpoint = await asyncio.to_thread(self._host.checkpoints.open, spec.checkpoint_id)
+                if checkpoint.facts.architecture != deployment.base.architecture:
+                    raise InvalidOrder(
+                        f"checkpoint {spec.checkpoint_id} is of {checkpoint.facts.architecture}, the model is of "
+                        f"{deployment.base.architecture}"
+                    )
+                call = process.load(deployment.model_id, str(checkpoint.directory), version)
+            case "base":
+                call = process.initialize(deployment.model_id, deployment.base.weights, version)
+            case _:
+                raise InvalidOrder("load_checkpoint.source: not set, want checkpoint_id or base")
+        state = await execution.follow(call)
+        return t.LoadCheckpointResult(weights_version=version, step=state.optimizer_step)
+
+    def _apply(self, deployment: Deployment, order: w.RunCallOrder, function: str) -> None:
+        """Keeps the books of a call that succeeded."""
+        if function == "load_checkpoint":
+            deployment.state_lost = False
+            self._host.residency.built(deployment.model_id)
+        else:
+            self._host.residency.changed(deployment.model_id, _CHANGES[function])
+        if function in ("load_checkpoint", "sync_weights"):
+            deployment.weights_version = order.sequence
+        if function != "generate":
+            deployment.applied_sequence = order.sequence
+
+    def _busy_interval(self, deployment: Deployment, order: w.RunCallOrder) -> t.DeviceInterval:
+        return t.DeviceInterval(
+            kind=t.INTERVAL_KIND_BUSY,
+            worker_id=self._host.worker_id,
+            job_id=deployment.job_id,
+            model_id=deployment.model_id,
+            call_id=order.call.call_id,
+            call_kind=t.CallKind.ValueType(wire.kind_of(order.spec)),
+        )
+
+
+def _check(order: w.RunCallOrder, deployment: Deployment) -> str:
+    """The function to run. Raises the typed error of a call that must not run on this state."""
+    function = order.spec.WhichOneof("function")
+    if function is None:
+        raise InvalidOrder("spec.function: not set, want one of the functions of CallSpec")
+    if deployment.state_lost and function != "load_checkpoint":
+        raise StateLost(f"the state of model {order.model_id} is lost: load a checkpoint first")
+    if function == "generate":
+        if order.weights_version != deployment.weights_version:
+            raise VersionGone(
+                f"generate asks for version {order.weights_version} of model {order.model_id}, which is at "
+                f"{deployment.weights_version}"
+            )
+        return function
+    follows = order.after_sequence == deployment.applied_sequence or deployment.state_lost
+    if order.sequence <= deployment.applied_sequence or not follows:
+        raise SequenceMismatch(
+            f"call {order.sequence} of model {order.model_id} is to follow {order.after_sequence}, the last applied is "
+            f"{deployment.applied_sequence}; nothing was applied",
+            metadata={"applied_sequence": str(deployment.applied_sequence)},
+        )
+    if function in _NEEDS_TRAINABLE and not deployment.settings.trainable:
+        raise InvalidOrder(f"{function}: model {order.model_id} is a reference, which is frozen")
+    if function == "sync_weights" and order.spec.sync_weights.in_flight == t.IN_FLIGHT_KEEP:
+        raise Unsupported("sync_weights.in_flight: KEEP is not offered: use DRAIN or ABORT")
+    return str(function)
+
+
+def _checkpoint(committed: CommittedCheckpoint, order: w.RunCallOrder) -> t.Checkpoint:
+    create_time = Timestamp()
+    create_time.FromNanoseconds(committed.commit_unix_ns)
+    return t.Checkpoint(
+        checkpoint_id=committed.facts.checkpoint_id,
+        model_id=committed.facts.model_id,
+        label=order.spec.save_checkpoint.label,
+        sequence=committed.facts.sequence,
+        step=committed.facts.step,
+        size_bytes=committed.size_bytes,
+        manifest_sha256=committed.manifest_sha256,
+        create_time=create_time,
+    )

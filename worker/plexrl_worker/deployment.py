@@ -1,0 +1,108 @@
+"""What the daemon remembers of one model on this worker, beside where its bytes are."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plexrl.v1 import model_pb2 as m
+from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.bases import LocalBase
+from plexrl_worker.engine import codec, port
+from plexrl_worker.engine.client import EngineProcess
+from plexrl_worker.errors import Unsupported
+from plexrl_worker.settings import WorkerSettings
+
+_DEFAULT_MICRO_BATCH_TOKENS = 8192
+# Keys of a config.json that change neither the architecture nor its numbers.
+_COSMETIC_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version"})
+
+
+@dataclass
+class Deployment:
+    """A model on this worker.
+
+    parked: what must be remembered to use its host image; None while there is no usable one.
+    attached: the engine child that knows it; another, or none, must be told again.
+    """
+
+    order: w.DeployOrder
+    base: LocalBase
+    engine_key: str
+    engine_settings: port.EngineSettings
+    settings: port.DeploymentSettings
+    applied_sequence: int
+    weights_version: int
+    layout: port.StateLayout | None = None
+    parked: port.ParkedState | None = None
+    attached: EngineProcess | None = None
+    state_lost: bool = False
+
+    @property
+    def model_id(self) -> str:
+        """The model."""
+        return self.order.model_id
+
+    @property
+    def job_id(self) -> str:
+        """Its job."""
+        return self.order.job_id
+
+    @property
+    def components(self) -> frozenset[port.Component]:
+        """The components that its state has."""
+        assert self.layout is not None
+        return frozenset(extent.component for extent in self.layout.components)
+
+    def description(self) -> w.DeployedModel:
+        """What was built, as a report says it."""
+        assert self.layout is not None
+        return w.DeployedModel(
+            parameter_count=self.layout.parameter_count,
+            state_bytes=self.layout.device_bytes,
+            has_tokenizer=self.base.tokenizer_file is not None,
+        )
+
+
+def check_settings(settings: m.ModelSettings) -> None:
+    """Raises Unsupported for what the wire reserves and this worker does not offer."""
+    if settings.HasField("lora"):
+        raise Unsupported("settings.lora: LoRA is not offered, only full-parameter training: leave it unset")
+    if settings.world_size > 1:
+        raise Unsupported(f"settings.world_size: {settings.world_size}; gangs are not offered: use 1")
+    if settings.keep_versions > 1:
+        raise Unsupported(f"settings.keep_versions: {settings.keep_versions}; only the latest version is kept: use 1")
+
+
+def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSettings) -> Deployment:
+    """A deployment as ordered, with no state yet."""
+    model = order.settings
+    engine_settings = port.EngineSettings(
+        config_json=base.config_json,
+        precision=codec.precision(model.precision),
+        max_sequence_tokens=model.max_sequence_tokens,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        threads=settings.threads,
+    )
+    return Deployment(
+        order=order,
+        base=base,
+        engine_key=engine_key(engine_settings),
+        engine_settings=engine_settings,
+        settings=port.DeploymentSettings(
+            trainable=order.role != m.MODEL_ROLE_REFERENCE,
+            micro_batch_tokens=model.micro_batch_tokens or _DEFAULT_MICRO_BATCH_TOKENS,
+            activation_checkpointing=model.activation_checkpointing,
+            tokenizer_file=str(base.tokenizer_file) if base.tokenizer_file else None,
+        ),
+        applied_sequence=order.applied_sequence,
+        weights_version=order.weights_version,
+    )
+
+
+def engine_key(settings: port.EngineSettings) -> str:
+    """SHA-256 over the canonical config and the engine's settings: deployments with equal keys share a child."""
+    config: dict[str, Any] = json.loads(settings.config_json)
+    canonical = {key: value for key, value in config.items() if key not in _COSMETIC_CONFIG_KEYS}
+    content = asdict(settings) | {"config_json": canonical}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

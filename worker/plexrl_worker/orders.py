@@ -1,0 +1,337 @@
+"""Takes orders, runs each once in its lane, and reports.
+
+Two lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap, run_call),
+which waits for its model's placement only. Abort acts at once. Whatever touches the device queues for its lock.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from plexrl import wire
+from plexrl.v1 import registry_pb2 as r
+from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.attempts import Attempt, AttemptLog
+from plexrl_worker.calls import CallRunner, Execution
+from plexrl_worker.engine.client import ProgressListener
+from plexrl_worker.errors import (
+    Cancelled,
+    EngineFailed,
+    InvalidOrder,
+    ShuttingDown,
+    TooManyOrders,
+    WorkerError,
+    to_status,
+)
+from plexrl_worker.fences import Fences
+from plexrl_worker.host import ModelHost
+from plexrl_worker.journal import Journal
+from plexrl_worker.outbox import Outbox
+
+_log = structlog.get_logger(__name__)
+
+MAX_QUEUED_ORDERS = 4096
+_PROGRESS_INTERVAL_S = 0.2
+# A report must fit a message, with room for its frame.
+_MAX_RESULT_BYTES = wire.MAX_MESSAGE_BYTES - 1024 * 1024
+
+Sink = Callable[[w.Report], None]
+
+
+@dataclass
+class Work:
+    """An accepted order: what it needs before it may run, and where its reports go."""
+
+    order: w.Order
+    sink: Sink
+    journal: Journal = field(default_factory=Journal)
+    attempt: Attempt | None = None
+    execution: Execution | None = None
+    after: tuple[asyncio.Future[None], ...] = ()
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class OrderDesk:
+    """All orders of this worker."""
+
+    def __init__(self, host: ModelHost, fences: Fences, outbox: Outbox) -> None:
+        self._host = host
+        self._runner = CallRunner(host)
+        self._fences = fences
+        self._outbox = outbox
+        self._attempts = AttemptLog()
+        self._placing: dict[str, asyncio.Future[None]] = {}
+        self._placement_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._device_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self.lanes: list[asyncio.Task[None]] = []
+        self._closed = False
+        host.on_unordered_change = self._tell_of
+
+    def start(self) -> None:
+        """Begins to run what is queued."""
+        self.lanes = [asyncio.create_task(self._run_lane(lane)) for lane in (self._placement_lane, self._device_lane)]
+
+    async def close(self) -> None:
+        """Takes no more orders and ends what runs: its engines are about to be stopped."""
+        self._closed = True
+        for attempt in self._attempts.all_running():
+            attempt.stop()
+        for lane in self.lanes:
+            lane.cancel()
+        await asyncio.gather(*self.lanes, return_exceptions=True)
+
+    def running(self) -> list[r.CallAttempt]:
+        """Calls that run or are queued."""
+        return [r.CallAttempt(call_id=a.call_id, attempt=a.number) for a in self._attempts.all_running()]
+
+    def submit(self, order: w.Order, sink: Sink | None = None) -> None:
+        """Takes an order; every outcome, refusal included, is a report."""
+        sink = sink or self._outbox.put
+        try:
+            self._fences.check(order.leader_term, order.worker_incarnation)
+            if self._closed:
+                raise ShuttingDown("this worker is stopping and takes no orders")
+            self._accept(Work(order, sink))
+        except WorkerError as error:
+            sink(self._refusal(order, error))
+
+    async def reset(self) -> None:
+        """A new life: stops what runs, forgets every outcome and report, drops every model."""
+        for attempt in self._attempts.all_running():
+            attempt.stop()
+        for lane in (self._placement_lane, self._device_lane):
+            while not lane.empty():
+                lane.get_nowait().done.set_result(None)
+        self._attempts.clear()
+        await self._host.drop_all(Journal())
+        self._outbox.clear()
+
+    async def drop_models(self, model_ids: set[str]) -> None:
+        """Drops models that no longer belong here, behind the placements that are queued."""
+        for model_id in model_ids:
+            order = w.Order(drop=w.DropOrder(model_id=model_id))
+            self._accept(Work(order, sink=lambda _: None))
+
+    # Accepting.
+
+    def _accept(self, work: Work) -> None:
+        order = work.order
+        match order.WhichOneof("action"):
+            case "deploy":
+                self._place(work, order.deploy.model_id)
+            case "drop":
+                self._abort_calls_of(order.drop.model_id)
+                self._place(work, order.drop.model_id)
+            case "swap_weights":
+                swap = order.swap_weights
+                self._queue_for_device(work, [*swap.evict_model_ids, swap.load_model_id])
+            case "run_call":
+                self._accept_call(work)
+            case "abort":
+                self._abort(work)
+            case _:
+                raise InvalidOrder("order.action: not set, want one of the actions of Order")
+
+    def _accept_call(self, work: Work) -> None:
+        order = work.order.run_call
+        if not order.call.call_id or not order.call.attempt:
+            raise InvalidOrder("run_call.call: call_id and attempt must be set")
+        known = self._attempts.find(order.call)
+        if known is not None and known.outcome is not None:
+            work.sink(self._finished(work, known.outcome))
+            return
+        if known is not None:
+            known.order_id = work.order.order_id
+            return
+        if older := self._attempts.running(order.call.call_id):
+            older.stop()
+        work.execution = Execution(
+            order,
+            on_begin=lambda: work.sink(self._report(work, started=w.OrderStarted())),
+            on_progress=_Throttled(lambda done, total: work.sink(self._progress(work, done, total))),
+            journal=work.journal,
+        )
+        work.attempt = Attempt(
+            call_id=order.call.call_id,
+            number=order.call.attempt,
+            order_id=work.order.order_id,
+            model_id=order.model_id,
+            stop=lambda: self._stop(work),
+        )
+        self._queue_for_device(work, [order.model_id])
+        self._attempts.begin(work.attempt)
+
+    def _stop(self, work: Work) -> None:
+        """Ends a call at its next step; one that has not begun ends here and now, whatever it queues behind."""
+        assert work.execution is not None
+        assert work.attempt is not None
+        work.execution.abort()
+        if not work.execution.begun and work.attempt.outcome is None:
+            error = Cancelled("the call was stopped before it began")
+            self._end_call(work, w.OrderFinished(error=to_status(error)))
+
+    def _end_call(self, work: Work, outcome: w.OrderFinished) -> None:
+        assert work.attempt is not None
+        if work.attempt.outcome is None:
+            self._attempts.finish(work.attempt, outcome)
+            work.sink(self._finished(work, outcome))
+
+    def _place(self, work: Work, model_id: str) -> None:
+        if not model_id:
+            raise InvalidOrder("model_id: not set")
+        self._enqueue(self._placement_lane, work)
+        self._placing[model_id] = work.done
+        work.done.add_done_callback(lambda done: self._placed(model_id, done))
+
+    def _placed(self, model_id: str, done: asyncio.Future[None]) -> None:
+        if self._placing.get(model_id) is done:
+            del self._placing[model_id]
+
+    def _queue_for_device(self, work: Work, model_ids: list[str]) -> None:
+        work.after = tuple(self._placing[model_id] for model_id in model_ids if model_id in self._placing)
+        self._enqueue(self._device_lane, work)
+
+    def _enqueue(self, lane: asyncio.Queue[Work], work: Work) -> None:
+        try:
+            lane.put_nowait(work)
+        except asyncio.QueueFull:
+            raise TooManyOrders(f"{lane.maxsize} orders are queued, the limit: wait for reports") from None
+
+    def _abort(self, work: Work) -> None:
+        call = work.order.abort.call
+        attempt = self._attempts.running(call.call_id)
+        if attempt is not None and attempt.number == call.attempt:
+            attempt.stop()
+        work.sink(self._finished(work, w.OrderFinished()))
+
+    def _abort_calls_of(self, model_id: str) -> None:
+        for attempt in self._attempts.all_running():
+            if attempt.model_id == model_id:
+                attempt.stop()
+
+    # Running.
+
+    async def _run_lane(self, lane: asyncio.Queue[Work]) -> None:
+        while True:
+            work = await lane.get()
+            try:
+                for placement in work.after:
+                    await placement
+                await self._run(work)
+            finally:
+                if not work.done.done():
+                    work.done.set_result(None)
+
+    async def _run(self, work: Work) -> None:
+        order = work.order
+        match order.WhichOneof("action"):
+            case "deploy":
+                work.sink(self._finished(work, await self._outcome(work, self._deploy(work))))
+            case "drop":
+                work.sink(self._finished(work, await self._outcome(work, self._drop(work))))
+            case "swap_weights":
+                work.sink(self._finished(work, await self._outcome(work, self._swap(work))))
+            case "run_call":
+                if work.attempt is not None and work.attempt.outcome is None:
+                    self._end_call(work, await self._outcome(work, self._call(work)))
+            case action:
+                raise InvalidOrder(f"order.action: {action} has no lane")
+
+    async def _outcome(self, work: Work, doing: Awaitable[w.OrderFinished]) -> w.OrderFinished:
+        """How an order ended. A fault that no order explains ends this order, not the daemon and all its models."""
+        try:
+            return await doing
+        except WorkerError as error:
+            return w.OrderFinished(error=to_status(error))
+        except Exception as error:  # noqa: BLE001
+            _log.exception("order_failed", order_id=work.order.order_id, action=work.order.WhichOneof("action"))
+            return w.OrderFinished(error=to_status(EngineFailed(f"a fault of the worker: {error!r}")))
+
+    async def _deploy(self, work: Work) -> w.OrderFinished:
+        return w.OrderFinished(deployed=await self._host.deploy(work.order.deploy, work.journal))
+
+    async def _drop(self, work: Work) -> w.OrderFinished:
+        await self._host.drop(work.order.drop.model_id, work.journal)
+        return w.OrderFinished()
+
+    async def _swap(self, work: Work) -> w.OrderFinished:
+        await self._host.swap(work.order.swap_weights, work.journal)
+        return w.OrderFinished()
+
+    async def _call(self, work: Work) -> w.OrderFinished:
+        assert work.execution is not None
+        outcome = w.OrderFinished(result=await self._runner.run(work.execution))
+        if outcome.ByteSize() > _MAX_RESULT_BYTES:
+            raise EngineFailed(
+                f"the result has {outcome.ByteSize()} bytes, the limit is {_MAX_RESULT_BYTES}: ask for less in one call"
+            )
+        return outcome
+
+    # Reporting.
+
+    def _finished(self, work: Work, outcome: w.OrderFinished) -> w.Report:
+        intervals, touched = work.journal.take()
+        report = self._report(work, finished=outcome)
+        report.intervals.extend(intervals)
+        report.deployments.extend(self._host.status(model_id) for model_id in sorted(touched))
+        return report
+
+    def _refusal(self, order: w.Order, error: WorkerError) -> w.Report:
+        _log.warning("order_refused", order_id=order.order_id, reason=error.reason, message=error.message)
+        return self._report(Work(order, lambda _: None), finished=w.OrderFinished(error=to_status(error)))
+
+    def _progress(self, work: Work, done: int, total: int) -> w.Report:
+        return self._report(work, progress=w.OrderProgress(done=done, total=total))
+
+    def _report(
+        self,
+        work: Work,
+        *,
+        started: w.OrderStarted | None = None,
+        progress: w.OrderProgress | None = None,
+        finished: w.OrderFinished | None = None,
+    ) -> w.Report:
+        return w.Report(
+            order_id=work.attempt.order_id if work.attempt else work.order.order_id,
+            # The life that the order was for: a late report of an older life must not pass for one of this.
+            worker_incarnation=work.order.worker_incarnation,
+            call=_call_of(work.order),
+            started=started,
+            progress=progress,
+            finished=finished,
+        )
+
+    def _tell_of(self, model_ids: set[str]) -> None:
+        """Reports what no order caused."""
+        self._outbox.put(
+            w.Report(
+                worker_incarnation=self._fences.worker_incarnation,
+                deployments=[self._host.status(model_id) for model_id in sorted(model_ids)],
+            )
+        )
+
+
+class _Throttled:
+    """Lets through a few progress reports a second."""
+
+    def __init__(self, listener: ProgressListener) -> None:
+        self._listener = listener
+        self._next_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+            self._listener(done, total)
+
+
+def _call_of(order: w.Order) -> r.CallAttempt | None:
+    match order.WhichOneof("action"):
+        case "run_call":
+            return order.run_call.call
+        case "abort":
+            return order.abort.call
+        case _:
+            return None
