@@ -279,8 +279,8 @@ class TestLoad:
                 intervals=(
                     make_interval(T0, 2.0, IntervalKind.BUSY),
                     make_interval(T0 + 2, 0.5, IntervalKind.BUSY),
-                    make_interval(T0 + 3, 0.25, IntervalKind.SWAP),
-                    make_interval(T0 + 4, 0.25, IntervalKind.SWAP),
+                    make_interval(T0 + 3, 0.25, IntervalKind.SWAP_IN),
+                    make_interval(T0 + 4, 0.25, IntervalKind.SWAP_IN),
                     make_interval(T0 + 5, 1.0, IntervalKind.HOLD),
                     make_interval(T0, 9.0, IntervalKind.BUSY, job=2),
                 )

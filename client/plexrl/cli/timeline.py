@@ -18,7 +18,8 @@ DEVICE_TRACK = 0
 # Colour names of the trace viewer.
 _COLOURS = {
     t.INTERVAL_KIND_BUSY: "thread_state_running",
-    t.INTERVAL_KIND_SWAP: "thread_state_iowait",
+    t.INTERVAL_KIND_SWAP_IN: "thread_state_iowait",
+    t.INTERVAL_KIND_SWAP_OUT: "thread_state_iowait",
     t.INTERVAL_KIND_HOLD: "thread_state_sleeping",
 }
 

@@ -380,10 +380,12 @@ class _IntervalKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Interval
     """Not set."""
     INTERVAL_KIND_BUSY: _IntervalKind.ValueType  # 1
     """Executing a call."""
-    INTERVAL_KIND_SWAP: _IntervalKind.ValueType  # 2
-    """Moving state between tiers."""
+    INTERVAL_KIND_SWAP_IN: _IntervalKind.ValueType  # 2
+    """Moving state onto the device (or building it there)."""
     INTERVAL_KIND_HOLD: _IntervalKind.ValueType  # 3
     """Kept for a job during its stall instead of being given away."""
+    INTERVAL_KIND_SWAP_OUT: _IntervalKind.ValueType  # 4
+    """Moving state off the device."""
 
 class IntervalKind(_IntervalKind, metaclass=_IntervalKindEnumTypeWrapper):
     """What a stretch of device time was spent on."""
@@ -392,10 +394,12 @@ INTERVAL_KIND_UNSPECIFIED: IntervalKind.ValueType  # 0
 """Not set."""
 INTERVAL_KIND_BUSY: IntervalKind.ValueType  # 1
 """Executing a call."""
-INTERVAL_KIND_SWAP: IntervalKind.ValueType  # 2
-"""Moving state between tiers."""
+INTERVAL_KIND_SWAP_IN: IntervalKind.ValueType  # 2
+"""Moving state onto the device (or building it there)."""
 INTERVAL_KIND_HOLD: IntervalKind.ValueType  # 3
 """Kept for a job during its stall instead of being given away."""
+INTERVAL_KIND_SWAP_OUT: IntervalKind.ValueType  # 4
+"""Moving state off the device."""
 Global___IntervalKind: _TypeAlias = IntervalKind  # noqa: Y015
 
 @_typing.final

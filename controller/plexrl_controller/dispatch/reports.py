@@ -251,7 +251,7 @@ class ReportRecorder:
                 moved_bytes=interval.moved_bytes,
             )
         )
-        if kind is IntervalKind.SWAP:
+        if kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT):
             # A round trip is out and in; one interval is one of the two.
             sample = 2 * (interval.end_unix_ns - interval.start_unix_ns) / 1e9
             before = self._core.ledger.round_trip_s.get(job_id, sample)

@@ -114,5 +114,6 @@ class IntervalKind(IntEnum):
     """What device time was spent on (IntervalKind in types.proto)."""
 
     BUSY = 1
-    SWAP = 2
+    SWAP_IN = 2
     HOLD = 3
+    SWAP_OUT = 4

@@ -218,9 +218,15 @@ class MemoryStore:
         for interval in self._intervals:
             if interval.job_id in live_jobs:
                 seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
-                swaps[interval.job_id] += interval.kind is IntervalKind.SWAP
+                swaps[interval.job_id] += interval.kind is IntervalKind.SWAP_IN
         return tuple(
-            Account(job_id, by[IntervalKind.BUSY], by[IntervalKind.SWAP], by[IntervalKind.HOLD], swaps[job_id])
+            Account(
+                job_id,
+                by[IntervalKind.BUSY],
+                by[IntervalKind.SWAP_IN] + by[IntervalKind.SWAP_OUT],
+                by[IntervalKind.HOLD],
+                swaps[job_id],
+            )
             for job_id, by in sorted(seconds.items())
         )
 

@@ -64,9 +64,9 @@ ACCOUNTS = (
     select(
         intervals.c.job_id,
         _seconds(IntervalKind.BUSY).label("busy_s"),
-        _seconds(IntervalKind.SWAP).label("swap_s"),
+        (_seconds(IntervalKind.SWAP_IN) + _seconds(IntervalKind.SWAP_OUT)).label("swap_s"),
         _seconds(IntervalKind.HOLD).label("hold_s"),
-        func.count().filter(intervals.c.kind == IntervalKind.SWAP.name).label("swaps"),
+        func.count().filter(intervals.c.kind == IntervalKind.SWAP_IN.name).label("swaps"),
     )
     .join(jobs, jobs.c.job_id == intervals.c.job_id)
     .where(jobs.c.live)

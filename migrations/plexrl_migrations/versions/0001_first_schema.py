@@ -195,7 +195,7 @@ CREATE TABLE intervals (
     end_unix_ns BIGINT NOT NULL,
     moved_bytes BIGINT NOT NULL,
     CONSTRAINT intervals_pkey PRIMARY KEY (interval_id),
-    CONSTRAINT intervals_kind_check CHECK (kind IN ('BUSY', 'SWAP', 'HOLD')),
+    CONSTRAINT intervals_kind_check CHECK (kind IN ('BUSY', 'SWAP_IN', 'HOLD', 'SWAP_OUT')),
     CONSTRAINT intervals_call_kind_check CHECK (call_kind IN (
         'GENERATE', 'SCORE', 'FORWARD_BACKWARD', 'OPTIM_STEP', 'SYNC_WEIGHTS', 'SAVE_CHECKPOINT', 'LOAD_CHECKPOINT'
     ))
