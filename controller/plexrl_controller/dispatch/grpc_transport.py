@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
@@ -18,6 +19,7 @@ _log = structlog.get_logger("plexrl.controller")
 
 MAX_FRAME_ORDERS = 256
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
+MAX_QUEUED_FRAMES = 64
 RECONNECT_S = (0.05, 1.0)
 
 
@@ -120,10 +122,18 @@ class GrpcTransport:
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), metadata=self._metadata, timeout=10)
         link.open = True
         await handler.stream_opened(worker_id, incarnation, status)
+        frames: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
+        reader = asyncio.create_task(_read(stream, frames))
         try:
-            async for frame in stream:
-                await handler.reports_came(worker_id, incarnation, frame.reports)
+            while (frame := await frames.get()) is not None:
+                # Everything that came while the last reports were being committed goes into one commit.
+                reports = list(frame.reports)
+                while not frames.empty() and (more := frames.get_nowait()) is not None:
+                    reports.extend(more.reports)
+                await handler.reports_came(worker_id, incarnation, reports)
+            await reader
         finally:
+            reader.cancel()
             stream.cancel()
 
     async def _frames(self, link: _Link) -> AsyncIterator[worker_pb2.ExecuteRequest]:
@@ -140,3 +150,12 @@ class GrpcTransport:
                     size += order.ByteSize()
                     frame.orders.append(order)
                 yield frame
+
+
+async def _read(stream: AsyncIterator[worker_pb2.ExecuteResponse], frames: "asyncio.Queue[Any]") -> None:
+    """Moves frames from a stream into a bounded queue; None ends it, also when the stream breaks (the task says why)."""
+    try:
+        async for frame in stream:
+            await frames.put(frame)
+    finally:
+        await frames.put(None)
