@@ -72,7 +72,12 @@ def copy_tokenizer(tokenizer_file: str | None, directory: Path) -> None:
 
 
 def commit(
-    directory: Path, conditions: Mapping[str, str], optimizer_step: int, rollout_version: int, progress: Progress
+    directory: Path,
+    conditions: Mapping[str, str],
+    library_versions: Mapping[str, str],
+    optimizer_step: int,
+    rollout_version: int,
+    progress: Progress,
 ) -> SavedState:
     """Makes the files of a directory durable and commits them with a manifest."""
     paths = sorted(path for path in directory.iterdir() if path.name != MANIFEST_FILE)
@@ -86,6 +91,7 @@ def commit(
         "format": _FORMAT,
         "files": {file.name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for file in files},
         "conditions": dict(conditions),
+        "library_versions": dict(library_versions),
         "optimizer_step": optimizer_step,
         "rollout_version": rollout_version,
     }

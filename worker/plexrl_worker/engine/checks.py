@@ -7,6 +7,8 @@ from plexrl_worker.engine.port import AdamWParams, SamplingParams, TokenBatch
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_COMPLETIONS_PER_CALL = 65536
+# Below this the generator would take another temperature than the one asked for.
+MIN_TEMPERATURE = 0.01
 
 
 def check_sampling(params: SamplingParams, prompts: TokenBatch, max_sequence_tokens: int) -> None:
@@ -20,6 +22,10 @@ def check_sampling(params: SamplingParams, prompts: TokenBatch, max_sequence_tok
         raise InvalidArgument("max_tokens must be at least 1")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise InvalidArgument(f"temperature is {params.temperature}, want a finite number of at least 0")
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise InvalidArgument(f"temperature is {params.temperature}, want 0 (greedy) or at least {MIN_TEMPERATURE}")
+    if any(not text for text in params.stop):
+        raise InvalidArgument("a stop string is empty")
     if not 0 < params.top_p <= 1:
         raise InvalidArgument(f"top_p is {params.top_p}, want a number in (0, 1]")
     if params.top_k < 0:

@@ -25,7 +25,7 @@ import numpy as np
 
 from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
-from plexrl_worker.engine import codec, frames, port
+from plexrl_worker.engine import codec, environment, frames, port
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +39,7 @@ EngineFactory = Callable[[port.EngineSettings], port.Engine]
 
 def start_vllm(settings: port.EngineSettings) -> port.Engine:
     """The real engine. Imported here because importing it takes seconds and needs its environment set before."""
+    environment.prepare(settings.threads)
     from plexrl_worker.engine.vllm_torch import start
 
     return start(settings)

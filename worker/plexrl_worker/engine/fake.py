@@ -348,7 +348,7 @@ class FakeEngine:
             if not deployment.ledger.is_zero(Component.GRADIENTS):
                 save_file({_TABLE: deployment.table(Component.GRADIENTS, size)}, path / checkpoints.GRADIENTS_FILE)
         step, version = deployment.ledger.optimizer_step, deployment.ledger.rollout_version
-        return checkpoints.commit(path, self._conditions(), step, version, control.progress)
+        return checkpoints.commit(path, self._conditions(), {"numpy": np.__version__}, step, version, control.progress)
 
     def load(
         self, deployment_id: str, directory: str, rollout_version: int | None, control: Control

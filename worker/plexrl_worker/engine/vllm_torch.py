@@ -1,0 +1,590 @@
+"""The real engine: the trainer and the vLLM generator of one architecture over the state of its deployments.
+
+Owns residency and versions; leaves computing to `trainer` and `generator`, memory to `device`, files to `checkpoints`.
+"""
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from plexrl_worker.engine import checkpoints, losses
+from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device, Region, padded
+from plexrl_worker.engine.errors import (
+    CheckpointMismatch,
+    DeviceNotHeld,
+    EngineError,
+    InvalidArgument,
+    OutOfMemory,
+    SlotOccupied,
+    UnknownDeployment,
+    Unsupported,
+    VersionMismatch,
+)
+from plexrl_worker.engine.generator import Generator
+from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.port import (
+    ALL_COMPONENTS,
+    TRAIN_COMPONENTS,
+    AdamWParams,
+    Base,
+    ByteArray,
+    Component,
+    Control,
+    DeploymentSettings,
+    DeploymentState,
+    DirectoryBase,
+    EngineDescription,
+    EngineSettings,
+    Float32Array,
+    Generation,
+    InitBase,
+    LossBatch,
+    LossName,
+    LossParams,
+    ParkedState,
+    SamplingParams,
+    SavedState,
+    StateLayout,
+    StepResult,
+    SwapReport,
+    TokenBatch,
+    TrainMetrics,
+)
+from plexrl_worker.engine.trainer import Trainer
+
+# Keys of a config.json that say nothing about what a model computes.
+_COSMETIC_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+
+
+def start(settings: EngineSettings) -> "VllmTorchEngine":
+    """Starts the engine. Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run."""
+    torch.set_num_threads(settings.threads)
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        config = _read_config(settings.config_json)
+        return VllmTorchEngine(settings, config)
+    except EngineError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(f"the engine does not fit on the device: {error}") from error
+    # What vLLM and transformers raise for a model they cannot run has no common type narrower than these.
+    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, ImportError) as error:
+        raise Unsupported(f"this model cannot be run: {type(error).__name__}: {error}") from error
+
+
+class _Deployment:
+    """One deployment's memory and ledger. The rollout weights live in the generator's slot, not here."""
+
+    def __init__(
+        self, deployment_id: str, settings: DeploymentSettings, trainer: Trainer, slot_bytes: int, device: Device
+    ) -> None:
+        weight_bytes = padded(4 * trainer.element_count)
+        sizes = [(Component.TRAIN_WEIGHTS, weight_bytes)]
+        if settings.trainable:
+            sizes += [(Component.GRADIENTS, weight_bytes), (Component.OPTIMIZER, 2 * weight_bytes)]
+        self.regions: dict[Component, Region] = {component: device.region(size) for component, size in sizes}
+        sizes.append((Component.ROLLOUT_WEIGHTS, slot_bytes))
+        self.settings = settings
+        self.layout = state_layout(sizes, trainer.parameter_count)
+        self.ledger = ComponentLedger(deployment_id, self.layout)
+        self.image: ByteArray | None = None
+        self.content_key = ""
+        self.tokenizer = None if settings.tokenizer_file is None else Tokenizer.from_file(settings.tokenizer_file)
+        self._element_count = trainer.element_count
+
+    def flat(self, component: Component) -> torch.Tensor:
+        """A component as flat float32 (the optimizer: see `moments`)."""
+        return self.regions[component].pieces[0].view(torch.float32)[: self._element_count]
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adam's first and second moment, flat float32."""
+        first, second = self.regions[Component.OPTIMIZER].pieces[0].view(torch.float32).chunk(2)
+        return first[: self._element_count], second[: self._element_count]
+
+
+class VllmTorchEngine:
+    """port.Engine on vLLM and torch."""
+
+    def __init__(self, settings: EngineSettings, config: PretrainedConfig) -> None:
+        self._settings = settings
+        self._config = config
+        self._device: Device = CudaDevice() if torch.cuda.is_available() else CpuDevice()
+        limit = int(config.max_position_embeddings)
+        self._max_sequence_tokens = settings.max_sequence_tokens or limit
+        if self._max_sequence_tokens > limit:
+            raise InvalidArgument(
+                f"max_sequence_tokens is {self._max_sequence_tokens}, the model has {limit} positions"
+            )
+        self._trainer = Trainer(config, settings.precision, self._device.torch_device)
+        shapes = {view.name: view.shape for view in self._trainer.parameters}
+        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device)
+        self._threads = torch.get_num_threads()
+        if self._threads != settings.threads:
+            raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
+        self._deployments: dict[str, _Deployment] = {}
+        self._slot_owner: str | None = None
+        self._holds_device = True
+        self._content_numbers = itertools.count(1)
+
+    def describe(self) -> EngineDescription:
+        """See port.Engine."""
+        return EngineDescription(
+            architecture=self._config.architectures[0],
+            precision=self._settings.precision,
+            device_kind=self._device.kind,
+            threads=self._threads,
+            vocab_size=int(self._config.vocab_size),
+            max_sequence_tokens=self._max_sequence_tokens,
+            kv_cache_bytes=self._settings.kv_cache_bytes,
+            losses=tuple(LossName),
+            library_versions=_library_versions(),
+        )
+
+    def declare(self, deployment_id: str, settings: DeploymentSettings) -> StateLayout:
+        """See port.Engine."""
+        known = self._deployments.get(deployment_id)
+        if known is None:
+            if settings.micro_batch_tokens < 1:
+                raise InvalidArgument("micro_batch_tokens must be at least 1")
+            slot_bytes = self._generator.slot_bytes
+            known = _Deployment(deployment_id, settings, self._trainer, slot_bytes, self._device)
+            self._deployments[deployment_id] = known
+        elif known.settings != settings:
+            raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
+        return known.layout
+
+    def initialize(self, deployment_id: str, base: Base, rollout_version: int, control: Control) -> DeploymentState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "initialize")
+        self._claim_slot(deployment_id)
+        source = self._base_weights(base)
+        self._take(deployment)
+        flat = deployment.flat(Component.TRAIN_WEIGHTS)
+        if isinstance(source, int):
+            self._trainer.random_weights(source, flat)
+        else:
+            self._trainer.copy_weights(source, flat)
+        self._fill_slot(deployment)
+        deployment.ledger.write(Component.TRAIN_WEIGHTS)
+        if deployment.settings.trainable:
+            for component in (Component.GRADIENTS, Component.OPTIMIZER):
+                deployment.regions[component].pieces[0].zero_()
+                deployment.ledger.write(component, zero=True)
+        deployment.ledger.optimizer_step = 0
+        deployment.ledger.rollout_version = rollout_version
+        return deployment.ledger.state()
+
+    def attach_host(self, deployment_id: str, image: ByteArray) -> None:
+        """See port.Engine."""
+        deployment = self._deployment(deployment_id)
+        if image.shape != (deployment.layout.host_bytes,):
+            raise InvalidArgument(f"host image has {image.size} bytes, want {deployment.layout.host_bytes}")
+        self._detach(deployment)
+        self._device.pin(image)
+        deployment.image = image
+
+    def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        ledger = deployment.ledger
+        used_bytes = self._device.used_bytes()
+        moved = 0
+        leaving = ledger.resident(components)
+        for component in leaving:
+            if ledger.is_dirty(component) and ledger.is_zero(component):
+                ledger.park(component, 0)
+            elif ledger.is_dirty(component):
+                place = _place(deployment, component)
+                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
+                moved += place.size
+            control.progress(moved, deployment.layout.host_bytes)
+        for component in leaving:
+            self._release(deployment, component)
+        released = used_bytes - self._device.used_bytes()
+        return SwapReport(moved, released, time.monotonic() - started_s, ledger.parked_state())
+
+    def swap_in(
+        self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
+    ) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._on_device(deployment_id, "swap_in")
+        ledger = deployment.ledger
+        copies = ledger.parked_of(parked, components)
+        if any(copy.component is Component.ROLLOUT_WEIGHTS for copy in copies):
+            self._claim_slot(deployment_id)
+        moved = allocated = 0
+        arrived: list[Component] = []
+        for copy in copies:
+            self._take_component(deployment, copy.component, arrived)
+            place = ledger.place(copy.component)
+            allocated += place.size_bytes
+            if copy.is_zero:
+                for piece in self._pieces(deployment, copy.component):
+                    piece.zero_()
+            else:
+                checksum = self._device.unpark(
+                    _place(deployment, copy.component), self._pieces(deployment, copy.component)
+                )
+                moved += place.size_bytes
+                if checksum != copy.checksum:
+                    for component in arrived:
+                        self._release(deployment, component)
+                    raise ledger.corrupt(copy.component)
+            if copy.component is Component.ROLLOUT_WEIGHTS:
+                deployment.content_key = self._new_content_key(deployment_id)
+            ledger.adopt(copy, parked)
+            control.progress(moved, deployment.layout.host_bytes)
+        return SwapReport(moved, allocated, time.monotonic() - started_s, ledger.parked_state())
+
+    def state(self, deployment_id: str) -> DeploymentState:
+        """See port.Engine."""
+        return self._deployment(deployment_id).ledger.state()
+
+    def drop(self, deployment_id: str) -> None:
+        """See port.Engine."""
+        deployment = self._deployments.pop(deployment_id, None)
+        if deployment is None:
+            return
+        for component in deployment.ledger.resident():
+            self._release(deployment, component)
+        self._detach(deployment)
+
+    def acquire_device(self) -> None:
+        """See port.Engine."""
+        if not self._holds_device:
+            self._generator.acquire_device()
+            self._holds_device = True
+
+    def release_device(self) -> int:
+        """See port.Engine."""
+        for deployment_id, deployment in self._deployments.items():
+            if deployment.ledger.resident():
+                raise SlotOccupied(f"{deployment_id} has state on the device: swap it out first")
+        if not self._holds_device:
+            return 0
+        used_bytes = self._device.used_bytes()
+        self._generator.release_device()
+        self._holds_device = False
+        return max(0, used_bytes - self._device.used_bytes())
+
+    def generate(
+        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+    ) -> Generation:
+        """See port.Engine."""
+        deployment = self._rollout(deployment_id, weights_version, "generate")
+        losses.check_tokens(prompts, int(self._config.vocab_size), self._max_sequence_tokens)
+        check_sampling(params, prompts, self._max_sequence_tokens)
+        return self._generator.generate(
+            prompts, params, weights_version, deployment.content_key, deployment.tokenizer, control
+        )
+
+    def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "score")
+        deployment.ledger.require([Component.TRAIN_WEIGHTS], "score")
+        losses.check_tokens(batch, int(self._config.vocab_size), self._max_sequence_tokens)
+        self._trainer.bind(deployment.flat(Component.TRAIN_WEIGHTS), None)
+        return self._trainer.score(batch, deployment.settings, control)
+
+    def score_rollout(
+        self, deployment_id: str, weights_version: int, batch: TokenBatch, control: Control
+    ) -> Float32Array:
+        """See port.Engine."""
+        deployment = self._rollout(deployment_id, weights_version, "score_rollout")
+        losses.check_tokens(batch, int(self._config.vocab_size), self._max_sequence_tokens)
+        return self._generator.score(batch, deployment.content_key, control)
+
+    def forward_backward(
+        self, deployment_id: str, batch: LossBatch, loss: LossName, params: LossParams, control: Control
+    ) -> TrainMetrics:
+        """See port.Engine."""
+        deployment = self._trainable(deployment_id, "forward_backward")
+        ledger = deployment.ledger
+        ledger.require([Component.TRAIN_WEIGHTS, Component.GRADIENTS], "forward_backward")
+        losses.check_tokens(batch.tokens, int(self._config.vocab_size), self._max_sequence_tokens)
+        losses.check_loss(batch, loss, params)
+        gradients = deployment.flat(Component.GRADIENTS)
+        self._trainer.bind(deployment.flat(Component.TRAIN_WEIGHTS), gradients)
+        metrics = self._trainer.forward_backward(
+            batch, loss, params, gradients, ledger.is_zero(Component.GRADIENTS), deployment.settings, control
+        )
+        ledger.write(Component.GRADIENTS)
+        return metrics
+
+    def optim_step(self, deployment_id: str, params: AdamWParams) -> StepResult:
+        """See port.Engine."""
+        deployment = self._trainable(deployment_id, "optim_step")
+        ledger = deployment.ledger
+        check_adamw(params)
+        ledger.require([Component.TRAIN_WEIGHTS, Component.GRADIENTS, Component.OPTIMIZER], "optim_step")
+        grad_norm = self._trainer.optim_step(
+            params,
+            ledger.optimizer_step,
+            deployment.flat(Component.TRAIN_WEIGHTS),
+            deployment.flat(Component.GRADIENTS),
+            deployment.moments(),
+        )
+        ledger.optimizer_step += 1
+        ledger.write(Component.TRAIN_WEIGHTS)
+        ledger.write(Component.OPTIMIZER)
+        ledger.write(Component.GRADIENTS, zero=True)
+        return StepResult(grad_norm, ledger.optimizer_step)
+
+    def sync(self, deployment_id: str, weights_version: int) -> None:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "sync")
+        deployment.ledger.require([Component.TRAIN_WEIGHTS], "sync")
+        self._claim_slot(deployment_id)
+        self._fill_slot(deployment)
+        deployment.ledger.rollout_version = weights_version
+
+    def save(self, deployment_id: str, directory: str, control: Control) -> SavedState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "save")
+        ledger, path = deployment.ledger, Path(directory)
+        ledger.require(ledger.existing(ALL_COMPONENTS), "save")
+        weights = self._named(deployment.flat(Component.TRAIN_WEIGHTS))
+        (path / checkpoints.CONFIG_FILE).write_text(self._settings.config_json)
+        checkpoints.copy_tokenizer(deployment.settings.tokenizer_file, path)
+        _save(weights, path / checkpoints.WEIGHTS_FILE)
+        rollout = dict(self._generator.tensors())
+        if any(not torch.equal(rollout[name], weights[name].view(-1).to(rollout[name])) for name in weights):
+            _save({name: rollout[name].view(weights[name].shape) for name in weights}, path / checkpoints.ROLLOUT_FILE)
+        if deployment.settings.trainable:
+            first, second = (self._named(flat) for flat in deployment.moments())
+            moments = {f"exp_avg.{name}": tensor for name, tensor in first.items()}
+            moments |= {f"exp_avg_sq.{name}": tensor for name, tensor in second.items()}
+            _save(moments, path / checkpoints.OPTIMIZER_FILE)
+            if not ledger.is_zero(Component.GRADIENTS):
+                _save(self._named(deployment.flat(Component.GRADIENTS)), path / checkpoints.GRADIENTS_FILE)
+        return checkpoints.commit(
+            path,
+            self._conditions(),
+            _library_versions(),
+            ledger.optimizer_step,
+            ledger.rollout_version,
+            control.progress,
+        )
+
+    def load(
+        self, deployment_id: str, directory: str, rollout_version: int | None, control: Control
+    ) -> DeploymentState:
+        """See port.Engine."""
+        deployment = self._on_device(deployment_id, "load")
+        self._claim_slot(deployment_id)
+        manifest = checkpoints.verify(Path(directory), control.progress)
+        manifest.require(self._conditions())
+        trainable = deployment.settings.trainable
+        if trainable and checkpoints.OPTIMIZER_FILE not in manifest.files:
+            raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
+        self._take(deployment)
+        ledger = deployment.ledger
+        weights = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
+        self._trainer.copy_weights(weights, deployment.flat(Component.TRAIN_WEIGHTS))
+        ledger.write(Component.TRAIN_WEIGHTS)
+        if trainable:
+            self._load_training(deployment, manifest)
+        if checkpoints.ROLLOUT_FILE in manifest.files:
+            self._generator.fill(load_file(manifest.directory / checkpoints.ROLLOUT_FILE))
+        self._fill_slot(deployment, from_training=checkpoints.ROLLOUT_FILE not in manifest.files)
+        ledger.optimizer_step = manifest.optimizer_step
+        ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
+        return ledger.state()
+
+    def close(self) -> None:
+        """See port.Engine."""
+        for deployment_id in list(self._deployments):
+            self.drop(deployment_id)
+        self._generator.close()
+
+    def _load_training(self, deployment: _Deployment, manifest: checkpoints.Manifest) -> None:
+        moments = load_file(manifest.directory / checkpoints.OPTIMIZER_FILE)
+        for prefix, flat in zip(("exp_avg.", "exp_avg_sq."), deployment.moments(), strict=True):
+            tensors = {name.removeprefix(prefix): moments[name] for name in moments if name.startswith(prefix)}
+            self._trainer.copy_weights(tensors, flat)
+        deployment.ledger.write(Component.OPTIMIZER, zero=manifest.optimizer_step == 0)
+        gradients = deployment.flat(Component.GRADIENTS)
+        if checkpoints.GRADIENTS_FILE in manifest.files:
+            self._trainer.copy_weights(load_file(manifest.directory / checkpoints.GRADIENTS_FILE), gradients)
+            deployment.ledger.write(Component.GRADIENTS)
+        else:
+            gradients.zero_()
+            deployment.ledger.write(Component.GRADIENTS, zero=True)
+
+    def _base_weights(self, base: Base) -> int | dict[str, torch.Tensor]:
+        """The seed of a base, or its tensors, checked against the architecture."""
+        match base:
+            case InitBase(seed):
+                return seed
+            case DirectoryBase(path):
+                directory = Path(path)
+                try:
+                    _require_same_model((directory / checkpoints.CONFIG_FILE).read_text(), self._settings.config_json)
+                    tensors: dict[str, torch.Tensor] = {}
+                    for file in checkpoints.weight_files(directory):
+                        with safe_open(file, framework="pt") as opened:
+                            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                except (OSError, SafetensorError, ValueError, KeyError) as error:
+                    raise InvalidArgument(f"{path}: cannot read its weights: {error}") from error
+                for view in self._trainer.parameters:
+                    if view.name not in tensors:
+                        raise InvalidArgument(f"{path}: has no tensor {view.name}, which the architecture needs")
+                    if tensors[view.name].shape != view.shape:
+                        shape = list(tensors[view.name].shape)
+                        raise InvalidArgument(f"{path}: {view.name} has shape {shape}, want {list(view.shape)}")
+                return tensors
+
+    def _named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {view.name: view.of(flat) for view in self._trainer.parameters}
+
+    def _conditions(self) -> dict[str, str]:
+        stated = json.loads(self._settings.config_json)
+        config = {key: value for key, value in stated.items() if key not in _COSMETIC_CONFIG_KEYS}
+        return {
+            "engine": "vllm_torch",
+            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+            "precision": self._settings.precision.value,
+            "device_kind": self._device.kind,
+            "threads": str(self._threads),
+        }
+
+    def _deployment(self, deployment_id: str) -> _Deployment:
+        try:
+            return self._deployments[deployment_id]
+        except KeyError:
+            raise UnknownDeployment(f"{deployment_id} is not declared in this engine") from None
+
+    def _on_device(self, deployment_id: str, function: str) -> _Deployment:
+        deployment = self._deployment(deployment_id)
+        if not self._holds_device:
+            raise DeviceNotHeld(f"{function}: the engine has released the device")
+        return deployment
+
+    def _trainable(self, deployment_id: str, function: str) -> _Deployment:
+        deployment = self._on_device(deployment_id, function)
+        if not deployment.settings.trainable:
+            raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
+        return deployment
+
+    def _rollout(self, deployment_id: str, weights_version: int, function: str) -> _Deployment:
+        deployment = self._on_device(deployment_id, function)
+        deployment.ledger.require([Component.ROLLOUT_WEIGHTS], function)
+        held = deployment.ledger.rollout_version
+        if held != weights_version:
+            raise VersionMismatch(f"{function} asks for version {weights_version}, the generator holds {held}")
+        return deployment
+
+    def _claim_slot(self, deployment_id: str) -> None:
+        owner = self._slot_owner
+        if owner is not None and owner != deployment_id:
+            raise SlotOccupied(f"the generator holds the weights of {owner}: swap them out first")
+
+    def _new_content_key(self, deployment_id: str) -> str:
+        """Names new content of the slot: KV that other content made is never used for it."""
+        self._slot_owner = deployment_id
+        return f"{deployment_id}#{next(self._content_numbers)}"
+
+    def _fill_slot(self, deployment: _Deployment, *, from_training: bool = True) -> None:
+        if from_training:
+            self._generator.fill(self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
+        deployment.content_key = self._new_content_key(deployment.ledger.deployment_id)
+        deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
+
+    def _pieces(self, deployment: _Deployment, component: Component) -> list[torch.Tensor]:
+        if component is Component.ROLLOUT_WEIGHTS:
+            return self._generator.slot_pieces
+        return list(deployment.regions[component].pieces)
+
+    def _take(self, deployment: _Deployment) -> None:
+        """Takes the memory of all components, to be filled anew: nothing or all of it. Raises OutOfMemory."""
+        taken: list[Component] = []
+        for component in deployment.ledger.existing(TRAIN_COMPONENTS):
+            if not deployment.ledger.resident([component]):
+                self._take_component(deployment, component, taken)
+
+    def _take_component(self, deployment: _Deployment, component: Component, taken: list[Component]) -> None:
+        """Takes one component's memory; when there is none, gives back those in `taken` and raises OutOfMemory."""
+        try:
+            if component is not Component.ROLLOUT_WEIGHTS:
+                deployment.regions[component].take()
+        except OutOfMemory:
+            for earlier in taken:
+                self._release(deployment, earlier)
+            raise
+        taken.append(component)
+
+    def _release(self, deployment: _Deployment, component: Component) -> None:
+        if component is Component.ROLLOUT_WEIGHTS:
+            self._slot_owner = None
+            self._generator.release_slot()
+        else:
+            self._trainer.unbind()
+            deployment.regions[component].release()
+        deployment.ledger.evict(component)
+
+    def _detach(self, deployment: _Deployment) -> None:
+        if deployment.image is not None:
+            self._device.unpin(deployment.image)
+            deployment.image = None
+        deployment.ledger.forget_image()
+
+
+def _place(deployment: _Deployment, component: Component) -> ByteArray:
+    """A component's bytes in the host image."""
+    if deployment.image is None:
+        raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
+    place = deployment.ledger.place(component)
+    return deployment.image[place.offset : place.offset + place.size_bytes]
+
+
+def _read_config(config_json: str) -> PretrainedConfig:
+    """The configuration of one dense causal language model, dropout off. Raises InvalidArgument, Unsupported."""
+    try:
+        values: dict[str, Any] = json.loads(config_json)
+        model_type, architectures = str(values["model_type"]), values["architectures"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(f"config_json needs model_type and architectures: {error!r}") from error
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise InvalidArgument(f"config_json must name exactly one architecture, not {architectures}")
+    rest = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        config = AutoConfig.for_model(model_type, **rest)
+    except ValueError as error:
+        raise Unsupported(f"model_type {model_type} is not known to this transformers") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise Unsupported(f"{architectures[0]} is not a causal language model")
+    for key, value in config.to_dict().items():
+        if key.endswith(("dropout", "_pdrop")) and value:
+            setattr(config, key, 0.0)
+    return config
+
+
+def _require_same_model(directory_json: str, engine_json: str) -> None:
+    """Raises InvalidArgument unless two config.json describe the same computation."""
+    theirs, ours = json.loads(directory_json), json.loads(engine_json)
+    different = [key for key in sorted({*theirs, *ours} - _COSMETIC_CONFIG_KEYS) if theirs.get(key) != ours.get(key)]
+    if different:
+        raise InvalidArgument(f"config.json differs from the engine's in {', '.join(different)}")
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+
+
+def _library_versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "vllm": vllm.__version__, "transformers": transformers.__version__}
