@@ -188,6 +188,8 @@ def _place_in_sequence(batch: Batch, model: Model, submission: Submission) -> in
             f"sequence {model.failed_sequence} of model {model.name} ended other than SUCCEEDED; call ResumeSequence",
             reason="PREDECESSOR_FAILED",
         )
+    if submission.kind is CallKind.SAVE_CHECKPOINT:
+        _check_label(batch, model, submission.spec.save_checkpoint.label)
     index = batch.ledger.calls_of_model[model.model_id]
     if sequence < model.due_sequence or sequence in index.sequenced:
         raise AlreadyExists(_taken(sequence, model), reason="SEQUENCE_TAKEN")
@@ -201,6 +203,18 @@ def _place_in_sequence(batch: Batch, model: Model, submission: Submission) -> in
     if sequence > model.last_sequence:
         batch.update(model, last_sequence=sequence)
     return 0
+
+
+def _check_label(batch: Batch, model: Model, label: str) -> None:
+    ledger = batch.ledger
+    saved = {c.label for c in ledger.checkpoints.values() if c.model_id == model.model_id}
+    saving = {
+        ledger.specs[call_id].save_checkpoint.label
+        for call_id in ledger.calls_of_model[model.model_id].sequenced.values()
+        if call_id in ledger.specs and ledger.calls[call_id].kind is CallKind.SAVE_CHECKPOINT
+    }
+    if label in saved | saving:
+        raise AlreadyExists(f"model {model.name} has a checkpoint labelled {label!r}; choose another", reason="LABEL_TAKEN")
 
 
 def _taken(sequence: int, model: Model) -> str:
