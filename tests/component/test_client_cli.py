@@ -70,7 +70,7 @@ def test_timeline_has_a_process_per_worker_and_a_track_per_job(
 ) -> None:
     start_ns = 1_700_000_000_000_000_000
     for index, job_id in enumerate(work[:2]):
-        kind = t.INTERVAL_KIND_SWAP if index else t.INTERVAL_KIND_BUSY
+        kind = t.INTERVAL_KIND_SWAP_IN if index else t.INTERVAL_KIND_BUSY
         controller.intervals.append(
             t.DeviceInterval(
                 kind=kind,

@@ -25,7 +25,6 @@ def test_recipes_do_what_they_say(tmp_path: Path) -> None:
     assert len(written) >= 12
     script = "\n".join(f"{script}\necho '{BETWEEN}'" for script, _ in written)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    (tmp_path / "protos").symlink_to(ROOT / "protos")
     with LocalCluster(ClusterSettings(data_dir=tmp_path / ".plexrl", engine="fake", threads=1)):
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],

@@ -1,5 +1,7 @@
 """A worker daemon with the fake engine, and the controller's side of its wire, for tests of the worker alone."""
 
+from __future__ import annotations  # enum ValueTypes exist for type checkers only
+
 import asyncio
 import contextlib
 import json
@@ -78,7 +80,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
     model_ids: list[str] | None = None
     registered: list[r.RegisterRequest] = field(default_factory=list)
     synchronized: list[r.SynchronizeRequest] = field(default_factory=list)
-    directive: r.WorkerDirective = r.WORKER_DIRECTIVE_SERVE
+    directive: r.WorkerDirective.ValueType = r.WORKER_DIRECTIVE_SERVE
     end_life: bool = False
     tokens: set[str] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,7 +103,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
     async def Synchronize(self, request: r.SynchronizeRequest, context: Any) -> r.SynchronizeResponse:
         if self.end_life or request.worker_incarnation != self.incarnation:
             status = wire.error_status(wire.ErrorInfo(9, "STALE_INCARNATION", "the lease was lost"))
-            details = aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+            details = (("grpc-status-details-bin", status.SerializeToString()),)
             await context.abort(grpc_code(9), "the lease was lost", details)
         self.synchronized.append(request)
         self._changed.set()
@@ -230,11 +232,11 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def serving(registry: FakeRegistry) -> AsyncIterator[str]:
+async def serving(registry: FakeRegistry, port: int = 0) -> AsyncIterator[str]:
     """Serves a registry; yields its address."""
     server = aio.server()
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -276,18 +278,14 @@ def swap(load: str = "", *evict: str) -> w.SwapWeightsOrder:
 
 
 def call(model_id: str, spec: t.CallSpec, sequence: int = 0, *, attempt: int = 1, **fields: Any) -> w.RunCallOrder:
+    given: dict[str, Any] = {"after_sequence": max(sequence - 1, 0), "call_id": secrets.token_hex(8)} | fields
     return w.RunCallOrder(
-        **(
-            {
-                "call": r.CallAttempt(call_id=secrets.token_hex(8), attempt=attempt),
-                "job_id": f"job-of-{model_id}",
-                "model_id": model_id,
-                "sequence": sequence,
-                "after_sequence": max(sequence - 1, 0),
-                "spec": spec,
-            }
-            | fields
-        )
+        call=r.CallAttempt(call_id=given.pop("call_id"), attempt=attempt),
+        job_id=f"job-of-{model_id}",
+        model_id=model_id,
+        sequence=sequence,
+        spec=spec,
+        **given,
     )
 
 

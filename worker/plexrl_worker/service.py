@@ -29,7 +29,7 @@ class AnyContext(Protocol):
     """The part of a servicer's context that is used here."""
 
     async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: aio.Metadata | tuple[()] = ()
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, bytes], ...] = ()
     ) -> NoReturn:
         """Ends the rpc with a status."""
         ...
@@ -38,7 +38,7 @@ class AnyContext(Protocol):
 async def abort_with(context: AnyContext, error: WorkerError) -> NoReturn:
     """Ends an rpc with the error's status, ErrorInfo included."""
     details = to_status(error).SerializeToString()
-    await context.abort(GRPC_CODES[error.code], error.message, aio.Metadata((_STATUS_DETAILS_KEY, details)))
+    await context.abort(GRPC_CODES[error.code], error.message, ((_STATUS_DETAILS_KEY, details),))
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -232,7 +233,7 @@ class Generator:
         return self._parameters[segment.parameter].view(-1)[segment.start : segment.start + segment.count]
 
     def _add(self, request_id: str, prompt: list[int], sampling: VllmSamplingParams, content_key: str) -> None:
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt, "cache_salt": content_key}, sampling)
+        self._engine.add_request(request_id, tokens_input(prompt, cache_salt=content_key), sampling)
 
     @contextlib.contextmanager
     def _requests(self) -> Iterator[list[str]]:
