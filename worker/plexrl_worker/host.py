@@ -135,7 +135,7 @@ class ModelHost:
             await self._forget(deployment)
             journal.touch(model_id)
         if not any(other.engine_key == deployment.engine_key for other in self._deployments.values()):
-            await self.supervisor.retire(deployment.engine_key)
+            await self.supervisor.spare(deployment.engine_key)
 
     async def swap(self, order: w.SwapWeightsOrder, journal: Journal) -> None:
         """Evictions, then the load. Raises OverBudget before anything moves.

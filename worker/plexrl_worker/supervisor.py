@@ -23,6 +23,9 @@ _log = structlog.get_logger(__name__)
 # psutil derives start times from the boot time, which a clock adjustment shifts a little.
 _START_TIME_SLACK_S = 1.0
 
+MAX_SPARE_ENGINES = 2
+"""Children without a model that are kept for the next one."""
+
 DeathListener = Callable[[EngineProcess, str], None]
 
 
@@ -65,12 +68,14 @@ class EngineSupervisor:
         self._hang_limit_s = hang_limit_s
         self._on_death = on_death
         self._slots: dict[str, _Slot] = {}
+        self._spares: dict[str, None] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._closing = False
         record_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def get(self, key: str, settings: port.EngineSettings) -> EngineProcess:
         """The living child of a key, started if need be. Raises what `of_engine` makes of a failed start."""
+        self._spares.pop(key, None)
         slot = self._slots.setdefault(key, _Slot(settings, asyncio.Lock()))
         async with slot.lock:
             if self._closing:
@@ -99,12 +104,21 @@ class EngineSupervisor:
             for key, slot in self._slots.items()
         ]
 
-    async def retire(self, key: str) -> None:
-        """Ends the child of a key that no deployment uses any more."""
-        process = self.living(key)
-        self._slots.pop(key, None)
-        if process is not None:
-            await process.close()
+    async def spare(self, key: str) -> None:
+        """Takes note that no deployment uses a key any more.
+
+        A start costs many seconds, and the next job of a lab often has the architecture of the last: the newest
+        MAX_SPARE_ENGINES children wait for it, with their device memory released; older ones end.
+        """
+        self._spares.pop(key, None)
+        self._spares[key] = None
+        while len(self._spares) > MAX_SPARE_ENGINES:
+            oldest = next(iter(self._spares))
+            del self._spares[oldest]
+            process = self.living(oldest)
+            self._slots.pop(oldest, None)
+            if process is not None:
+                await process.close()
 
     async def close(self) -> None:
         """Ends all children; returns when all are gone."""
