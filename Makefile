@@ -57,7 +57,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet || { echo "make format puts these right:"; $(BIN)/ruff format --check; }
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@$(BIN)/lint-imports --no-logo --no-cache > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/lint-protos
 	@echo "lint: clean"
 
