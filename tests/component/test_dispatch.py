@@ -1,5 +1,7 @@
 """The leader's promises over calls, sequences, versions, swaps and losses, with everything real but worker and disk."""
 
+import asyncio
+
 import pytest
 
 from plexrl.v1 import types_pb2
@@ -283,3 +285,32 @@ async def test_refusals_change_nothing() -> None:
         good = await leader.submit(model, specs.optim_step(), 1)
         await leader.work()
         assert call_of(leader, good.call_id).state is CallState.SUCCEEDED
+
+
+async def test_a_large_call_does_not_overtake_or_delay_the_order_of_acceptance() -> None:
+    """Bytes above the inline limit are written first; what memory and store see keeps the order of arrival."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        large = specs.forward_backward(tokens=40_000)
+        submits = [
+            leader.submit(model, spec, sequence)
+            for sequence, spec in enumerate([large, specs.optim_step(), large, specs.sync()], start=1)
+        ]
+        calls = await asyncio.gather(*submits, leader.submit(model, specs.generate()))
+        await leader.work()
+        assert [call_of(leader, c.call_id).state for c in calls] == [CallState.SUCCEEDED] * 5
+        assert leader.worker.executed == [c.call_id for c in calls]
+        assert calls[-1].weights_version == 4
+
+
+async def test_the_same_request_twice_at_once_is_one_call() -> None:
+    """G01, in the narrowest moment: the resend arrives while the first is being written."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        spec = specs.forward_backward(tokens=40_000)
+        calls = await asyncio.gather(*(leader.submit(model, spec, 1, request_id="once") for _ in range(3)))
+        await leader.work()
+        assert len({c.call_id for c in calls}) == 1
+        assert leader.worker.executed == [calls[0].call_id]

@@ -19,13 +19,13 @@ def generate_at(**version: object) -> types_pb2.CallSpec:
     return spec
 
 
-def forward_backward() -> types_pb2.CallSpec:
+def forward_backward(tokens: int = 3) -> types_pb2.CallSpec:
     """Cross-entropy over one sequence."""
     return types_pb2.CallSpec(
         forward_backward=types_pb2.ForwardBackwardSpec(
-            batch=wire.token_batch([[1, 2, 3]]),
+            batch=wire.token_batch([[1] * tokens]),
             loss=types_pb2.LOSS_CROSS_ENTROPY,
-            weights=wire.tensor([0.0, 0.5, 0.5], "float32"),
+            weights=wire.tensor([0.0] + [1.0 / tokens] * (tokens - 1), "float32"),
         )
     )
 

@@ -123,7 +123,7 @@ class GrpcTransport:
         link.open = True
         await handler.stream_opened(worker_id, incarnation, status)
         frames: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
-        reader = asyncio.create_task(_read(stream, frames))
+        reader = asyncio.create_task(_read(aiter(stream), frames))
         try:
             while (frame := await frames.get()) is not None:
                 # Everything that came while the last reports were being committed goes into one commit.

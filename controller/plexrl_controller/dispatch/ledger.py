@@ -1,9 +1,11 @@
 """The leader's memory: every live record, indexed, and the volatile facts beside them.
 
 `Batch` changes it: records at once, in memory, and the same changes for the store; whoever made the batch releases its
-outward effects only when the store has them. Nothing here waits or talks to anybody.
+outward effects only when the store has them. Nothing here waits or talks to anybody, and between a batch's first change
+and its posting nobody else may run: the store gets changes in the order in which memory got them.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -96,8 +98,7 @@ class Ledger:
         self.ready_since: dict[CallId, float] = {}
         self.progress: dict[CallId, tuple[int, int]] = {}
         self.specs: dict[CallId, types_pb2.CallSpec] = {}
-        self.being_accepted: set[CallId] = set()
-        """Calls whose payload is still on its way to durable storage: in order, but not to be dispatched."""
+        self._accepting: dict[ModelId, asyncio.Lock] = {}
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
         self.round_trip_s: dict[JobId, float] = {}
@@ -142,6 +143,10 @@ class Ledger:
         index = self.calls_of_model.get(model_id, ModelCalls())
         return [self.calls[c] for c in (*index.sequenced.values(), *index.generates)]
 
+    def accepting(self, model_id: ModelId) -> asyncio.Lock:
+        """Held while a call of the model is being accepted."""
+        return self._accepting.setdefault(model_id, asyncio.Lock())
+
     def account(self, job_id: JobId) -> Account:
         """Device seconds of a job so far."""
         return self.accounts.get(job_id, Account(job_id))
@@ -165,6 +170,7 @@ class Ledger:
             self.models.pop(model_id, None)
             self.calls_of_model.pop(model_id, None)
             self.residency.pop(model_id, None)
+            self._accepting.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for index in (self.jobs, self.facts, self.accounts, self.round_trip_s):

@@ -43,7 +43,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
     while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
         call = ledger.calls[call_id]
         if call.state is CallState.PENDING:
-            if call_id in ledger.being_accepted or (call.kind.makes_version and _draining(ledger, call, index)):
+            if call.kind.makes_version and _draining(ledger, call, index):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
             found.append(ReadyCall(call_id, model.model_id, call.kind, since, after_sequence=after))
@@ -61,7 +61,7 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
         if len(found) >= READY_LIMIT:
             break
         call = ledger.calls[call_id]
-        if call.weights_version == model.weights_version and call_id not in ledger.being_accepted:
+        if call.weights_version == model.weights_version:
             since = ledger.ready_since.setdefault(call_id, now)
             found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since))
     return found

@@ -4,7 +4,7 @@ Works on records and parsed specs; what a spec may contain is `api/validation`'s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
@@ -13,6 +13,7 @@ from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.domain.errors import (
     AlreadyExists,
+    ControllerError,
     FailedPrecondition,
     InvalidArgument,
     OutOfRange,
@@ -23,7 +24,6 @@ from plexrl_controller.domain.records import Call, Job, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.payloads.inline import INLINE_LIMIT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,34 @@ async def submit(core: Core, submission: Submission) -> Call:
     Raises AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
     """
     model, ledger = submission.model, core.ledger
-    known = ledger.call_by_request.get((model.job_id, submission.request_id))
+    await core.writer.has_room()
+    # One at a time per model: order of arrival is the order of acceptance, also behind a large payload's write.
+    async with ledger.accepting(model.model_id):
+        known = ledger.call_by_request.get((model.job_id, submission.request_id))
+        if known is None:
+            payload = await core.keep(submission.spec_bytes, model.tenant)
+            try:
+                batch, call = _accept(core, submission, payload)
+            except ControllerError:
+                await core.unkeep(model.tenant, payload)
+                raise
+            durable = core.post(batch)
     if known is not None:
         return await _known_call(core, submission, *known)
-    await core.writer.has_room()
-    # Nothing below waits until the call is in memory: order of arrival is the order of acceptance.
-    job = ledger.job(model.job_id)
-    _check_accepting(core, job, ledger.model(model.model_id), submission)
+    if model.worker_id is not None:
+        core.wake(model.worker_id)
+    await durable
+    core.release(batch)
+    return ledger.calls.get(call.call_id, call)
+
+
+def _accept(core: Core, submission: Submission, payload: Payload) -> tuple[Batch, Call]:
+    """Checks against the present state and puts the call into memory. Never waits: the caller posts the batch at once."""
+    ledger = core.ledger
+    model = ledger.model(submission.model.model_id)
+    _check_accepting(core, ledger.job(model.job_id), model, submission)
     batch = core.batch()
-    version = _place_in_sequence(batch, ledger.model(model.model_id), submission)
+    version = _place_in_sequence(batch, model, submission)
     call = Call(
         call_id=CallId(core.new_id()),
         request_id=submission.request_id,
@@ -68,30 +87,16 @@ async def submit(core: Core, submission: Submission) -> Call:
         state=CallState.PENDING,
         sequence=submission.sequence,
         weights_version=version,
-        spec=Payload(submission.spec_sha256, len(submission.spec_bytes), submission.spec_bytes),
+        spec=payload,
         create_time=batch.now,
         deadline=batch.now + submission.timeout_s,
         checkpoint_id=_checkpoint_id(core, submission),
     )
-    large = len(submission.spec_bytes) > INLINE_LIMIT_BYTES
-    if large:
-        call = replace(call, spec=Payload(submission.spec_sha256, len(submission.spec_bytes)))
     ledger.specs[call.call_id] = submission.spec
     if submission.kind is CallKind.SYNC_WEIGHTS and submission.spec.sync_weights.in_flight == types_pb2.IN_FLIGHT_ABORT:
         _abort_older_generates(batch, model, submission.sequence)
     batch.insert(call)
-    if large:
-        ledger.being_accepted.add(call.call_id)
-        try:
-            await core.keep(submission.spec_bytes, model.tenant)
-        finally:
-            ledger.being_accepted.discard(call.call_id)
-    durable = core.post(batch)
-    if model.worker_id is not None:
-        core.wake(model.worker_id)
-    await durable
-    core.release(batch)
-    return ledger.calls.get(call.call_id, call)
+    return batch, call
 
 
 async def cancel(core: Core, call: Call) -> Call:
@@ -214,7 +219,9 @@ def _check_label(batch: Batch, model: Model, label: str) -> None:
         if call_id in ledger.specs and ledger.calls[call_id].kind is CallKind.SAVE_CHECKPOINT
     }
     if label in saved | saving:
-        raise AlreadyExists(f"model {model.name} has a checkpoint labelled {label!r}; choose another", reason="LABEL_TAKEN")
+        raise AlreadyExists(
+            f"model {model.name} has a checkpoint labelled {label!r}; choose another", reason="LABEL_TAKEN"
+        )
 
 
 def _taken(sequence: int, model: Model) -> str:
