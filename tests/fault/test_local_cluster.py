@@ -1,6 +1,5 @@
 """`plexrl up` and LocalCluster: a part that dies is started again, and the end of the cluster leaves nothing behind."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -89,15 +88,6 @@ def test_killing_up_leaves_nothing_and_the_next_start_works(tmp_path: Path) -> N
         assert cluster.endpoint == address.strip()
 
 
-def test_a_part_may_stay_dead_when_told_so(tmp_path: Path) -> None:
-    with LocalCluster(settings(tmp_path, restart=False)) as cluster:
-        killed = cluster.kill("worker-0")
-        with pytest.raises(EmbeddedError, match="not started again"):
-            cluster.wait_replaced("worker-0", killed, timeout_s=1.0)
-        with pytest.raises(EmbeddedError, match="worker-0 does not run"):
-            cluster.pid("worker-0")
-
-
 def test_a_part_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedError, match=r"(?s)worker-0 ended while starting.*--no-such-flag"):
         LocalCluster(settings(tmp_path, worker_flags=("--no-such-flag",))).start()
@@ -115,8 +105,12 @@ def test_a_database_of_ones_own_is_used(tmp_path: Path, postgres_cluster: Embedd
         assert "postgresql" not in command_line
 
 
-async def test_a_cluster_in_an_event_loop(tmp_path: Path) -> None:
-    async with LocalCluster(settings(tmp_path)) as cluster:
+async def test_a_part_may_stay_dead_when_told_so(tmp_path: Path) -> None:
+    async with LocalCluster(settings(tmp_path, restart=False)) as cluster:
         pids = list(cluster.pids().values())
-        assert os.getpid() not in pids
+        killed = cluster.kill("worker-0")
+        with pytest.raises(EmbeddedError, match="not started again"):
+            cluster.wait_replaced("worker-0", killed, timeout_s=1.0)
+        with pytest.raises(EmbeddedError, match="worker-0 does not run"):
+            cluster.pid("worker-0")
     assert wait_until_gone(pids, 0.5) == []
