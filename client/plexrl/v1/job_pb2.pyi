@@ -83,11 +83,11 @@ class JobAccount(_message.Message):
     hold_s: _builtins.float
     """Holding the device for it while it stalls."""
     swaps: _builtins.int
-    """Times its state was moved onto a device."""
+    """Residency changes of its models: moves onto and off a device."""
     calls: _builtins.int
     """Calls that succeeded."""
     wait_s: _builtins.float
-    """Seconds its calls waited, ready, for the device."""
+    """Seconds it had a call ready and none on a device, since this controller leads."""
     def __init__(
         self,
         *,

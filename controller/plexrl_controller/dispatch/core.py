@@ -5,7 +5,6 @@ has it; scheduling may look at memory at once, because what it decides is writte
 """
 
 import asyncio
-import hashlib
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable

@@ -77,16 +77,18 @@ class GroupCycle:
     async def _serve(self, decision: Serve, now: float) -> None:
         core, ledger = self._core, self._core.ledger
         worker, group = ledger.workers[self._worker_id], ledger.groups[self._worker_id]
+        on_worker = ledger.calls_on_worker[self._worker_id]
         specs = await self._specs([call.call_id for call in decision.calls])
         batch = core.batch()
         dispatched: list[tuple[Call, int]] = []
+        # A job waits while it has something to run and nothing of it runs.
+        idle, waited_s = not any(ledger.calls[c].job_id == decision.job_id for c in on_worker), 0.0
         for ready in decision.calls:
             call = ledger.calls.get(ready.call_id)
             if call is None or call.state is not CallState.PENDING or ready.call_id not in specs:
                 break
-            facts = ledger.facts.get(call.job_id)
-            if facts is not None:
-                facts.wait_s += max(0.0, now - ledger.ready_since.pop(call.call_id, now))
+            since = ledger.ready_since.pop(call.call_id, now)
+            waited_s = max(waited_s, now - since) if idle else 0.0
             call = batch.transition(
                 call,
                 CallEvent.DISPATCH,
@@ -98,6 +100,8 @@ class GroupCycle:
             dispatched.append((call, ready.after_sequence))
         if not dispatched:
             return
+        if (facts := ledger.facts.get(decision.job_id)) is not None:
+            facts.wait_s += waited_s
         self._charge_hold(batch, now)
         if group.serving != decision.job_id:
             group.serving, group.slice_start = decision.job_id, now

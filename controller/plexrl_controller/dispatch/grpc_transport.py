@@ -153,7 +153,7 @@ class GrpcTransport:
 
 
 async def _read(stream: AsyncIterator[worker_pb2.ExecuteResponse], frames: "asyncio.Queue[Any]") -> None:
-    """Moves frames from a stream into a bounded queue; None ends it, also when the stream breaks (the task says why)."""
+    """Moves frames from a stream into a bounded queue; None ends it, also when the stream breaks."""
     try:
         async for frame in stream:
             await frames.put(frame)

@@ -284,10 +284,8 @@ class Batch:
         match interval.kind:
             case IntervalKind.BUSY:
                 account = replace(account, busy_s=account.busy_s + seconds)
-            case IntervalKind.SWAP_IN:
+            case IntervalKind.SWAP_IN | IntervalKind.SWAP_OUT:
                 account = replace(account, swap_s=account.swap_s + seconds, swaps=account.swaps + 1)
-            case IntervalKind.SWAP_OUT:
-                account = replace(account, swap_s=account.swap_s + seconds)
             case IntervalKind.HOLD:
                 account = replace(account, hold_s=account.hold_s + seconds)
         self.ledger.accounts[interval.job_id] = account

@@ -3,6 +3,7 @@
 Works on records and parsed specs; what a spec may contain is `api/validation`'s business.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,16 +53,11 @@ async def submit(core: Core, submission: Submission) -> Call:
     # One at a time per model: order of arrival is the order of acceptance, also behind a large payload's write.
     async with ledger.accepting(model.model_id):
         known = ledger.call_by_request.get((model.job_id, submission.request_id))
-        if known is None:
-            payload = await core.keep(submission.spec_bytes, model.tenant)
-            try:
-                batch, call = _accept(core, submission, payload)
-            except ControllerError:
-                await core.unkeep(model.tenant, payload)
-                raise
-            durable = core.post(batch)
+        accepted = await _write_and_post(core, submission) if known is None else None
     if known is not None:
         return await _known_call(core, submission, *known)
+    assert accepted is not None
+    batch, call, durable = accepted
     if model.worker_id is not None:
         core.wake(model.worker_id)
     await durable
@@ -69,8 +65,19 @@ async def submit(core: Core, submission: Submission) -> Call:
     return ledger.calls.get(call.call_id, call)
 
 
+async def _write_and_post(core: Core, submission: Submission) -> tuple[Batch, Call, asyncio.Future[None]]:
+    """Writes the arguments, then accepts: from the check to the posting nothing waits."""
+    payload = await core.keep(submission.spec_bytes, submission.model.tenant)
+    try:
+        batch, call = _accept(core, submission, payload)
+    except ControllerError:
+        await core.unkeep(submission.model.tenant, payload)
+        raise
+    return batch, call, core.post(batch)
+
+
 def _accept(core: Core, submission: Submission, payload: Payload) -> tuple[Batch, Call]:
-    """Checks against the present state and puts the call into memory. Never waits: the caller posts the batch at once."""
+    """Checks against the present state and puts the call into memory; the caller posts the batch at once."""
     ledger = core.ledger
     model = ledger.model(submission.model.model_id)
     _check_accepting(core, ledger.job(model.job_id), model, submission)

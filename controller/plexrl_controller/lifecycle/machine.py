@@ -1,6 +1,7 @@
 """One table per state machine. `apply` is pure: it returns the changed record, its event and the effects to perform.
 
-Knows records and states only; time is an input. Who performs effects, and when (after the commit), is dispatch's business.
+Knows records and states only; time is an input. Who performs effects, and when (after the commit), is dispatch's
+business.
 """
 
 from collections.abc import Callable, Mapping, Sequence

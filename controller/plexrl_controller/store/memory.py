@@ -218,7 +218,7 @@ class MemoryStore:
         for interval in self._intervals:
             if interval.job_id in live_jobs:
                 seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
-                swaps[interval.job_id] += interval.kind is IntervalKind.SWAP_IN
+                swaps[interval.job_id] += interval.kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT)
         return tuple(
             Account(
                 job_id,

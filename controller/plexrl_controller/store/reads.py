@@ -66,7 +66,9 @@ ACCOUNTS = (
         _seconds(IntervalKind.BUSY).label("busy_s"),
         (_seconds(IntervalKind.SWAP_IN) + _seconds(IntervalKind.SWAP_OUT)).label("swap_s"),
         _seconds(IntervalKind.HOLD).label("hold_s"),
-        func.count().filter(intervals.c.kind == IntervalKind.SWAP_IN.name).label("swaps"),
+        func.count()
+        .filter(intervals.c.kind.in_([IntervalKind.SWAP_IN.name, IntervalKind.SWAP_OUT.name]))
+        .label("swaps"),
     )
     .join(jobs, jobs.c.job_id == intervals.c.job_id)
     .where(jobs.c.live)
