@@ -1,0 +1,1 @@
+"""What is measured, beside its peers in the same run: `python -m benchmarks`."""
