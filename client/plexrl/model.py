@@ -344,6 +344,11 @@ class Model:
         request = m.DeleteModelRequest(request_id=uuid.uuid4().hex, model_id=self.model_id)
         self._connection.unary(self._connection.models.DeleteModel, request)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the full state on the device; 0 until the model is built."""
+        return self._describe().state_bytes
+
     def _describe(self) -> m.Model:
         return self._connection.unary(self._connection.models.GetModel, m.GetModelRequest(model_id=self.model_id))
 

@@ -24,4 +24,10 @@ def add_parser(subparsers: options.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 when every expectation of the demo is met."""
-    raise NotImplementedError
+    if args.smollm2:
+        from plexrl.demo import smollm2
+
+        return smollm2.run(args.out)
+    from plexrl.demo import demo
+
+    return demo.run(args.out)
