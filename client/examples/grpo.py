@@ -53,7 +53,7 @@ class Settings:
     imitation_batch: int = 128
     imitation_goal: float = 0.22
     held_out: int = 256
-    stall_mean_s: float = 1.6
+    stall_mean_s: float = 1.45
     stall_sigma: float = 0.5
 
 

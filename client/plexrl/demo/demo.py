@@ -14,7 +14,7 @@ from plexrl.demo.report import Report
 
 SEED = 0
 ALONE_STEPS = 15
-SHARED_STEPS = 34
+SHARED_STEPS = 42
 HOLD_STEPS = 8
 # A model of 312k parameters has 6.2 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
 DEVICE_STATE_BYTES = 7_500_000

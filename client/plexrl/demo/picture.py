@@ -8,7 +8,7 @@ from plexrl.v1 import types_pb2 as t
 
 COLOURS = ("#2a78b5", "#e07b39", "#4d9a51", "#9467bd")
 SWAP_COLOUR = "#222222"
-WINDOW_S = 30.0
+WINDOW_S = 20.0
 
 
 def draw_timeline(path: Path, shared: Phase, alone: dict[str, Phase], title: str) -> None:

@@ -109,7 +109,7 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Prints the table and the verdicts."""
-        table = Table(title="two RLVR jobs on one worker")
+        table = Table(title="two RLVR jobs on one worker", padding=(0, 1), pad_edge=False)
         for heading in (
             "job",
             "reward",
