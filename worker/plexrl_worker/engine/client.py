@@ -90,6 +90,7 @@ class EngineProcess:
         self.description: port.EngineDescription
         self.started_s = time.monotonic()
         self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
         self._sock = sock
         self._hang_limit_s = hang_limit_s
         self._calls: OrderedDict[int, EngineCall[Any]] = OrderedDict()
@@ -390,6 +391,8 @@ class EngineProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._sock.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
         while not self._outgoing.empty():
             _, descriptor = self._outgoing.get_nowait()
             if descriptor is not None:
@@ -404,9 +407,9 @@ class EngineProcess:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _signal_kill(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        # Not Process.kill: it may reap a child that is just exiting, and asyncio then reports code 255 for it.
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 def _nothing(_: e.EngineResponse) -> None:

@@ -39,10 +39,11 @@ def derive(parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Si
     digits = 1
     while _DIGIT_BASE**digits < len(names) + 1:
         digits += 1
+    dtype = next(iter(parameters.values())).dtype
     for digit in range(digits):
         for parameter in parameters.values():
             parameter.zero_()
-        load(_numbered(shapes, digit))
+        load(_numbered(shapes, digit, dtype))
         for name, parameter in parameters.items():
             numbers[name] += _rows(parameter)[:, 0].to(torch.int64).cpu() * _DIGIT_BASE**digit
     segments = tuple(_segments(names, shapes, parameters, numbers))
@@ -59,9 +60,9 @@ def _rows(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.reshape(parameter.shape[0], -1)
 
 
-def _numbered(shapes: Mapping[str, torch.Size], digit: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _numbered(shapes: Mapping[str, torch.Size], digit: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     for index, (name, shape) in enumerate(shapes.items()):
-        yield name, torch.full(shape, float((index + 1) // _DIGIT_BASE**digit % _DIGIT_BASE))
+        yield name, torch.full(shape, float((index + 1) // _DIGIT_BASE**digit % _DIGIT_BASE), dtype=dtype)
 
 
 def _segments(
@@ -93,7 +94,8 @@ def _prove(
 ) -> None:
     for parameter in parameters.values():
         parameter.zero_()
-    load((name, _random(index, shape)) for index, (name, shape) in enumerate(shapes.items()))
+    dtype = next(iter(parameters.values())).dtype
+    load((name, _random(index, shape).to(dtype)) for index, (name, shape) in enumerate(shapes.items()))
     by_tensor: dict[str, list[Segment]] = {}
     for segment in segments:
         by_tensor.setdefault(segment.tensor, []).append(segment)

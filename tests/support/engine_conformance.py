@@ -1,0 +1,645 @@
+"""What every engine must do, whatever computes inside. A tier subclasses EngineConformance and gives its `engine`.
+
+The engine has a vocabulary of 64, sequences of up to 128 tokens, float32. Deployments are dropped after each test.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from plexrl_worker.engine import losses, port
+from plexrl_worker.engine.errors import (
+    Aborted,
+    CheckpointCorrupt,
+    DeviceNotHeld,
+    EngineError,
+    InvalidArgument,
+    NonFinite,
+    NotResident,
+    ParkedStateCorrupt,
+    SlotOccupied,
+    UnknownDeployment,
+    VersionMismatch,
+)
+from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+
+VOCAB_SIZE = 64
+AGREEMENT = 2e-4
+STEP = port.AdamWParams(lr=3e-3, weight_decay=0.01, max_grad_norm=1.0)
+SAMPLING = port.SamplingParams(n=2, max_tokens=6, seed=11)
+
+ImageMaker = Callable[[int], port.ByteArray]
+
+
+class Patient:
+    """A Control that never aborts and remembers progress."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int]] = []
+
+    def aborted(self) -> bool:
+        return False
+
+    def progress(self, done: int, total: int) -> None:
+        self.heard.append((done, total))
+
+
+class Impatient(Patient):
+    """A Control that aborts once `patience` progress reports were heard."""
+
+    def __init__(self, patience: int = 0) -> None:
+        super().__init__()
+        self.patience = patience
+
+    def aborted(self) -> bool:
+        return len(self.heard) >= self.patience
+
+
+@dataclass
+class Model:
+    """A deployment under test, and its host image."""
+
+    engine: port.Engine
+    name: str
+    layout: port.StateLayout
+    image: port.ByteArray
+    parked: port.ParkedState = field(default_factory=port.ParkedState)
+    version: int = 0
+
+    def swap_out(self) -> port.SwapReport:
+        report = self.engine.swap_out(self.name, ALL_COMPONENTS, Patient())
+        self.parked = report.parked
+        return report
+
+    def swap_in(self) -> port.SwapReport:
+        return self.engine.swap_in(self.name, self.parked, ALL_COMPONENTS, Patient())
+
+    def generate(self, prompts: port.TokenBatch, params: port.SamplingParams = SAMPLING) -> port.Generation:
+        return self.engine.generate(self.name, self.version, prompts, params, Patient())
+
+    def score(self, batch: port.TokenBatch) -> port.Float32Array:
+        return self.engine.score(self.name, batch, Patient())
+
+    def score_rollout(self, batch: port.TokenBatch) -> port.Float32Array:
+        return self.engine.score_rollout(self.name, self.version, batch, Patient())
+
+    def train(
+        self, batch: port.LossBatch, loss: LossName = LossName.CROSS_ENTROPY, params: LossParams | None = None
+    ) -> port.TrainMetrics:
+        return self.engine.forward_backward(self.name, batch, loss, params or LossParams(), Patient())
+
+    def step(self) -> port.StepResult:
+        return self.engine.optim_step(self.name, STEP)
+
+    def sync(self) -> None:
+        self.version += 1
+        self.engine.sync(self.name, self.version)
+
+    def save(self, directory: Path) -> port.SavedState:
+        directory.mkdir()
+        return self.engine.save(self.name, str(directory), Patient())
+
+    def gradients(self, directory: Path) -> port.Float32Array:
+        """All gradients as one vector; zeros are an empty one."""
+        self.save(directory)
+        file = directory / "gradients.safetensors"
+        tensors = load_file(file) if file.exists() else {}
+        return np.concatenate([tensors[name].ravel() for name in sorted(tensors)] or [np.zeros(0, np.float32)])
+
+
+def batch(*sequences: Sequence[int]) -> port.TokenBatch:
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    return port.TokenBatch(np.array([token for sequence in sequences for token in sequence], np.int32), lengths)
+
+
+def random_batch(seed: int, count: int = 6, longest: int = 12) -> port.TokenBatch:
+    draws = np.random.default_rng(seed)
+    return batch(*(draws.integers(2, VOCAB_SIZE, draws.integers(2, longest + 1)).tolist() for _ in range(count)))
+
+
+def loss_batch(seed: int, tokens: port.TokenBatch | None = None) -> port.LossBatch:
+    """Every token but the first of each sequence, weighted at random."""
+    tokens = tokens or random_batch(seed)
+    weights = np.random.default_rng(seed).uniform(0.1, 1.0, tokens.token_ids.size).astype(np.float32)
+    weights[losses.first_positions(tokens)] = 0
+    return port.LossBatch(tokens, weights)
+
+
+def policy_batch(model: Model, seed: int) -> port.LossBatch:
+    """A batch for the policy losses: old and reference log-probabilities near the current ones."""
+    plain, draws = loss_batch(seed), np.random.default_rng(seed + 1)
+    current = model.score(plain.tokens)
+    return replace(
+        plain,
+        advantages=draws.normal(size=current.size).astype(np.float32),
+        old_logprobs=(current + draws.normal(0, 0.3, current.size)).astype(np.float32),
+        ref_logprobs=(current + draws.normal(0, 0.3, current.size)).astype(np.float32),
+    )
+
+
+def hashes(saved: port.SavedState) -> dict[str, str]:
+    return {file.name: file.sha256 for file in saved.files}
+
+
+def train_a_little(model: Model, steps: int = 2) -> None:
+    """Some steps, a sync, and gradients that wait for the next step."""
+    for seed in range(steps):
+        model.train(loss_batch(seed))
+        model.step()
+    model.sync()
+    model.train(loss_batch(99))
+
+
+class EngineConformance:
+    """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
+
+    @pytest.fixture
+    def make_image(self) -> ImageMaker:
+        return lambda size_bytes: np.zeros(size_bytes, np.uint8)
+
+    @pytest.fixture
+    def make_model(self, engine: port.Engine, make_image: ImageMaker) -> Iterator[Callable[..., Model]]:
+        names: list[str] = []
+
+        def make(
+            seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64, name: str = ""
+        ) -> Model:
+            names.append(name or f"model-{len(names)}")
+            settings = port.DeploymentSettings(trainable=trainable, micro_batch_tokens=micro_batch_tokens)
+            layout = engine.declare(names[-1], settings)
+            model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
+            engine.attach_host(model.name, model.image)
+            if seed is not None:
+                engine.initialize(model.name, port.InitBase(seed), 0, Patient())
+            return model
+
+        yield make
+        for name in names:
+            engine.drop(name)
+
+    @pytest.fixture
+    def model(self, make_model: Callable[..., Model]) -> Model:
+        return make_model()
+
+    # What an engine says.
+
+    def test_describes_itself(self, engine: port.Engine) -> None:
+        description = engine.describe()
+        assert description.vocab_size == VOCAB_SIZE
+        assert description.max_sequence_tokens == 128
+        assert set(description.losses) == set(LossName)
+
+    def test_a_new_model_is_on_the_device_and_nowhere_else(self, model: Model) -> None:
+        state = model.engine.state(model.name)
+        assert state.resident == state.dirty == ALL_COMPONENTS
+        assert (state.optimizer_step, state.rollout_version) == (0, 0)
+
+    def test_declaring_again_is_the_same_unless_settings_differ(self, model: Model) -> None:
+        settings = port.DeploymentSettings(micro_batch_tokens=64)
+        assert model.engine.declare(model.name, settings) == model.layout
+        with pytest.raises(InvalidArgument, match="other settings"):
+            model.engine.declare(model.name, replace(settings, trainable=False))
+
+    def test_an_unknown_model_is_refused(self, engine: port.Engine) -> None:
+        with pytest.raises(UnknownDeployment):
+            engine.state("nobody")
+        engine.drop("nobody")
+
+    # Generation.
+
+    def test_sampled_log_probabilities_are_the_trainers(self, model: Model) -> None:
+        prompts = random_batch(1)
+        generation = model.generate(prompts)
+        assert generation.lengths.size == 2 * prompts.lengths.size
+        assert generation.token_ids.size == generation.lengths.sum() == generation.logprobs.size
+        assert set(generation.finish_reasons) == {port.FinishReason.LENGTH}
+        sequences = _completed(prompts, generation, SAMPLING.n)
+        scores = np.split(model.score(batch(*sequences)), np.cumsum([len(s) for s in sequences])[:-1])
+        tails = [score[-length:] for score, length in zip(scores, generation.lengths, strict=True)]
+        assert np.abs(np.concatenate(tails) - generation.logprobs).max() < AGREEMENT
+
+    def test_draws_do_not_depend_on_what_else_is_in_the_batch(self, model: Model) -> None:
+        many = random_batch(2, count=9)
+        few = batch(*_split(many)[:2])
+        whole, part = model.generate(many), model.generate(few)
+        count = int(part.token_ids.size)
+        assert part.token_ids.tolist() == whole.token_ids[:count].tolist()
+        single = model.generate(few, replace(SAMPLING, n=1))
+        firsts = [ids for index, ids in enumerate(_completions(part)) if index % SAMPLING.n == 0]
+        assert _completions(single) == firsts
+
+    def test_seeds_decide(self, model: Model) -> None:
+        prompts = random_batch(3)
+        first, again = model.generate(prompts), model.generate(prompts)
+        other = model.generate(prompts, replace(SAMPLING, seed=12))
+        assert first.token_ids.tolist() == again.token_ids.tolist()
+        assert first.token_ids.tolist() != other.token_ids.tolist()
+
+    def test_greedy_completions_of_a_prompt_are_alike(self, model: Model) -> None:
+        completions = _completions(model.generate(random_batch(4), replace(SAMPLING, temperature=0.0)))
+        assert completions[0::2] == completions[1::2]
+
+    def test_a_stop_token_ends_a_completion_and_belongs_to_it(self, model: Model) -> None:
+        prompts = random_batch(5)
+        free = model.generate(prompts, replace(SAMPLING, n=4))
+        stop = int(free.token_ids[1])
+        stopped = model.generate(prompts, replace(SAMPLING, n=4, stop_token_ids=(stop,)))
+        for before, after, reason in zip(
+            _completions(free), _completions(stopped), stopped.finish_reasons, strict=True
+        ):
+            if stop in before:
+                assert after == before[: before.index(stop) + 1]
+            else:
+                assert after == before
+            assert (reason is port.FinishReason.STOP) == (stop in before)
+        assert port.FinishReason.STOP in stopped.finish_reasons
+
+    def test_without_log_probabilities_none_come(self, model: Model) -> None:
+        assert model.generate(random_batch(6), replace(SAMPLING, logprobs=False)).logprobs.size == 0
+
+    def test_top_k_of_one_is_greedy(self, model: Model) -> None:
+        prompts = random_batch(7)
+        greedy = model.generate(prompts, replace(SAMPLING, temperature=0.0))
+        assert model.generate(prompts, replace(SAMPLING, top_k=1)).token_ids.tolist() == greedy.token_ids.tolist()
+
+    def test_another_version_is_refused(self, model: Model) -> None:
+        model.version = 3
+        with pytest.raises(VersionMismatch, match="version 3"):
+            model.generate(random_batch(8))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"n": 0},
+            {"max_tokens": 0},
+            {"max_tokens": 128},
+            {"temperature": -1.0},
+            {"temperature": 0.001},
+            {"top_p": 1.5},
+            {"stop": ("x",)},
+        ],
+    )
+    def test_settings_that_cannot_be_honoured_are_refused(self, model: Model, change: dict[str, object]) -> None:
+        with pytest.raises(InvalidArgument):
+            model.generate(random_batch(9), replace(SAMPLING, **change))  # type: ignore[arg-type]
+
+    def test_token_ids_outside_the_vocabulary_are_refused(self, model: Model) -> None:
+        with pytest.raises(InvalidArgument, match=r"\[0, 64\)"):
+            model.generate(batch([1, VOCAB_SIZE]))
+        with pytest.raises(InvalidArgument, match=r"\[0, 64\)"):
+            model.score(batch([1, -1]))
+
+    def test_an_aborted_generate_leaves_the_engine_ready(self, model: Model) -> None:
+        prompts = random_batch(10)
+        before = model.generate(prompts)
+        with pytest.raises(Aborted):
+            model.engine.generate(model.name, 0, prompts, SAMPLING, Impatient())
+        assert model.generate(prompts).token_ids.tolist() == before.token_ids.tolist()
+
+    def test_generate_reports_progress(self, model: Model) -> None:
+        control = Patient()
+        model.engine.generate(model.name, 0, random_batch(11), SAMPLING, control)
+        assert control.heard
+        assert {total for _, total in control.heard} == {12}
+
+    # Versions.
+
+    def test_trainer_and_generator_agree_only_after_a_sync(self, model: Model) -> None:
+        tokens = random_batch(12)
+        model.train(loss_batch(12))
+        model.step()
+        trained = model.score(tokens)
+        assert np.abs(trained - model.score_rollout(tokens)).max() > 10 * AGREEMENT
+        model.sync()
+        assert np.abs(trained - model.score_rollout(tokens)).max() < AGREEMENT
+        assert model.engine.state(model.name).rollout_version == 1
+
+    def test_cached_prefixes_of_older_weights_are_never_used(self, model: Model) -> None:
+        prompts = batch(*(np.random.default_rng(s).integers(2, VOCAB_SIZE, 100).tolist() for s in range(3)))
+        for seed in range(3):
+            model.generate(prompts)
+            model.train(loss_batch(seed))
+            model.step()
+            model.sync()
+            generation = model.generate(prompts)
+            scores = model.score(batch(*_completed(prompts, generation, SAMPLING.n)))
+            expected = scores.reshape(-1, 100 + SAMPLING.max_tokens)[:, 100:].ravel()
+            assert np.abs(expected - generation.logprobs).max() < AGREEMENT
+
+    def test_the_generator_holds_one_model_at_a_time(self, make_model: Callable[..., Model]) -> None:
+        first, second = make_model(1), make_model(None)
+        with pytest.raises(SlotOccupied, match=first.name):
+            second.engine.initialize(second.name, port.InitBase(2), 0, Patient())
+        first.swap_out()
+        second.engine.initialize(second.name, port.InitBase(2), 0, Patient())
+        with pytest.raises(SlotOccupied, match=second.name):
+            first.swap_in()
+
+    # Training.
+
+    @pytest.mark.parametrize("loss", [LossName.IMPORTANCE_SAMPLING, LossName.PPO, LossName.GRPO])
+    def test_linear_reproduces_any_loss(self, make_model: Callable[..., Model], loss: LossName, tmp_path: Path) -> None:
+        model = make_model()
+        given = policy_batch(model, 20)
+        params = LossParams(kl_coef=0.3 if loss is LossName.GRPO else None)
+        if loss is not LossName.GRPO:
+            given = replace(given, ref_logprobs=None)
+        metrics = model.train(given, loss, params)
+        direct = model.gradients(tmp_path / "direct")
+        positions = np.flatnonzero(given.weights)
+        terms = losses.evaluate(loss, params, metrics.logprobs[positions], losses.select(given, positions))
+        assert metrics.loss == pytest.approx(terms.loss)
+        slopes = np.zeros_like(given.weights)
+        slopes[positions] = terms.gradient / given.weights[positions]
+        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        model.train(port.LossBatch(given.tokens, given.weights, logprob_grads=slopes), LossName.LINEAR)
+        np.testing.assert_allclose(model.gradients(tmp_path / "linear"), direct, rtol=1e-4, atol=1e-6)
+
+    def test_gradients_accumulate_linearly(self, model: Model, tmp_path: Path) -> None:
+        whole = loss_batch(21)
+        model.train(whole)
+        expected = model.gradients(tmp_path / "whole")
+        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        for share in (0.25, 0.75):
+            model.train(replace(whole, weights=(whole.weights * share).astype(np.float32)))
+        np.testing.assert_allclose(model.gradients(tmp_path / "parts"), expected, rtol=1e-3, atol=1e-6)
+
+    def test_a_step_lowers_the_loss_it_was_made_of(self, model: Model) -> None:
+        given = loss_batch(22)
+        before = model.train(given)
+        model.engine.optim_step(model.name, port.AdamWParams(lr=1e-5))
+        after = model.train(given)
+        assert before.loss == pytest.approx(-float(np.sum(given.weights * before.logprobs)), rel=1e-5)
+        assert after.loss < before.loss
+
+    def test_metrics(self, model: Model) -> None:
+        given = policy_batch(model, 23)
+        metrics = model.train(given, LossName.GRPO, LossParams(kl_coef=0.1))
+        used = given.weights != 0
+        assert given.old_logprobs is not None
+        log_ratio = (metrics.logprobs - given.old_logprobs)[used].astype(np.float64)
+        assert metrics.token_count == used.sum()
+        assert metrics.kl == pytest.approx(np.mean(np.exp(log_ratio) - 1 - log_ratio), rel=1e-4)
+        assert 0 < metrics.entropy <= np.log(VOCAB_SIZE) + 1e-6
+        assert 0 < metrics.clip_fraction < 1
+        assert (metrics.logprobs[~used] == 0).all()
+        np.testing.assert_allclose(metrics.logprobs[used], model.score(given.tokens)[used], atol=1e-5)
+
+    def test_training_learns(self, model: Model) -> None:
+        given = loss_batch(24)
+        first = last = model.train(given).loss
+        for _ in range(60):
+            model.engine.optim_step(model.name, replace(STEP, lr=1e-2))
+            last = model.train(given).loss
+        assert last < 0.9 * first
+
+    def test_a_failed_forward_backward_leaves_the_gradients_alone(
+        self, make_model: Callable[..., Model], tmp_path: Path
+    ) -> None:
+        model = make_model(micro_batch_tokens=16)
+        given = replace(policy_batch(model, 25), ref_logprobs=None)
+        assert given.old_logprobs is not None
+        poisoned = given.old_logprobs.copy()
+        shortest = int(np.argmin(given.tokens.lengths))
+        poisoned[losses.first_positions(given.tokens)[shortest] + 1] = -3e4
+        for round_number in range(2):
+            before = model.gradients(tmp_path / f"before-{round_number}")
+            with pytest.raises(NonFinite):
+                model.train(replace(given, old_logprobs=poisoned), LossName.PPO)
+            control = Impatient(patience=1)
+            with pytest.raises(Aborted):
+                model.engine.forward_backward(model.name, given, LossName.PPO, LossParams(), control)
+            np.testing.assert_array_equal(model.gradients(tmp_path / f"after-{round_number}"), before)
+            model.train(given, LossName.PPO)
+
+    @pytest.mark.parametrize(
+        ("loss", "params", "change", "says"),
+        [
+            (LossName.CROSS_ENTROPY, LossParams(clip_low=0.2), {}, "clip_low"),
+            (LossName.CROSS_ENTROPY, LossParams(), {"advantages": 0}, "advantages"),
+            (LossName.PPO, LossParams(), {}, "needs"),
+            (LossName.PPO, LossParams(kl_coef=0.1), {"advantages": 0, "old_logprobs": 0}, "kl_coef"),
+            (LossName.GRPO, LossParams(kl_coef=0.1), {"advantages": 0, "old_logprobs": 0}, "ref_logprobs"),
+            (LossName.LINEAR, LossParams(), {}, "logprob_grads"),
+            (LossName.CROSS_ENTROPY, LossParams(), {"weights": 1}, "first token"),
+            (LossName.CROSS_ENTROPY, LossParams(), {"weights": np.nan}, "finite"),
+        ],
+    )
+    def test_a_loss_takes_exactly_what_it_uses(
+        self, model: Model, loss: LossName, params: LossParams, change: dict[str, float], says: str
+    ) -> None:
+        plain = loss_batch(26)
+        arrays = {name: np.full(plain.weights.size, value, np.float32) for name, value in change.items()}
+        with pytest.raises(InvalidArgument, match=says):
+            model.train(replace(plain, **arrays), loss, params)  # type: ignore[arg-type]
+
+    def test_optimizer_settings_out_of_range_are_refused(self, model: Model) -> None:
+        model.train(loss_batch(27))
+        for wrong in ({"lr": 0.0}, {"beta1": 1.0}, {"eps": 0.0}, {"weight_decay": -1.0}, {"max_grad_norm": 0.0}):
+            with pytest.raises(InvalidArgument):
+                model.engine.optim_step(model.name, replace(STEP, **wrong))
+        assert model.engine.state(model.name).optimizer_step == 0
+
+    def test_clipping_bounds_the_gradient_but_reports_its_norm(self, make_model: Callable[..., Model]) -> None:
+        model = make_model()
+        model.train(loss_batch(28))
+        free = model.engine.optim_step(model.name, replace(STEP, max_grad_norm=None))
+        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        model.train(loss_batch(28))
+        clipped = model.engine.optim_step(model.name, replace(STEP, max_grad_norm=1e-3))
+        assert clipped.grad_norm == pytest.approx(free.grad_norm, rel=1e-5)
+        assert (free.step, clipped.step) == (1, 1)
+
+    def test_a_reference_scores_and_samples_but_is_not_trained(self, make_model: Callable[..., Model]) -> None:
+        reference = make_model(trainable=False)
+        policy = {Component.GRADIENTS, Component.OPTIMIZER}
+        assert not policy & {entry.component for entry in reference.layout.components}
+        tokens = random_batch(29)
+        assert np.abs(reference.score(tokens) - reference.score_rollout(tokens)).max() < AGREEMENT
+        with pytest.raises(InvalidArgument, match="reference"):
+            reference.train(loss_batch(29))
+        with pytest.raises(InvalidArgument, match="reference"):
+            reference.step()
+
+    # Residency.
+
+    def test_swaps_keep_every_bit_with_another_model_in_between(
+        self, make_model: Callable[..., Model], tmp_path: Path
+    ) -> None:
+        alone = make_model(31)
+        train_a_little(alone)
+        alone.step()
+        expected = hashes(alone.save(tmp_path / "alone"))
+        alone.swap_out()
+        first, other = make_model(31), make_model(None)
+        first.swap_out()
+        other.engine.initialize(other.name, port.InitBase(32), 0, Patient())
+        other.swap_out()
+        for seed in range(2):
+            for model in (first, other):
+                model.swap_in()
+                model.train(loss_batch(seed))
+                model.swap_out()
+            for model in (first, other):
+                model.swap_in()
+                model.step()
+                model.swap_out()
+        first.swap_in()
+        first.sync()
+        first.train(loss_batch(99))
+        first.swap_out()
+        other.swap_in()
+        other.generate(random_batch(31))
+        other.swap_out()
+        first.swap_in()
+        first.step()
+        assert hashes(first.save(tmp_path / "shared")) == expected
+
+    def test_only_what_changed_is_copied_again(self, model: Model) -> None:
+        train_a_little(model)
+        first = model.swap_out()
+        assert first.bytes_moved == model.layout.device_bytes
+        model.swap_in()
+        assert model.swap_out().bytes_moved == 0
+        model.swap_in()
+        model.generate(random_batch(33))
+        assert model.engine.state(model.name).dirty == frozenset()
+        model.train(loss_batch(33))
+        assert model.engine.state(model.name).dirty == {Component.GRADIENTS}
+
+    def test_zeros_are_not_copied(self, model: Model) -> None:
+        report = model.swap_out()
+        zeros = {copy.component for copy in report.parked.components if copy.is_zero}
+        assert zeros == {Component.GRADIENTS, Component.OPTIMIZER}
+        for entry in model.layout.components:
+            if entry.component in zeros:
+                model.image[entry.offset : entry.offset + entry.size_bytes] = 0xFF
+        model.swap_in()
+        model.train(loss_batch(34))
+        model.step()
+
+    @pytest.mark.parametrize("component", list(Component))
+    def test_a_flipped_bit_in_a_parked_component_is_found(self, model: Model, component: Component) -> None:
+        train_a_little(model)
+        model.swap_out()
+        place = next(entry for entry in model.layout.components if entry.component is component)
+        flipped = place.offset + place.size_bytes // 3
+        model.image[flipped] ^= 0x10
+        with pytest.raises(ParkedStateCorrupt, match=component):
+            model.swap_in()
+        assert component not in model.engine.state(model.name).resident
+        model.image[flipped] ^= 0x10
+        model.swap_in()
+        assert model.engine.state(model.name).resident == ALL_COMPONENTS
+
+    def test_functions_need_their_components(self, model: Model) -> None:
+        model.swap_out()
+        with pytest.raises(NotResident, match="rollout_weights"):
+            model.generate(random_batch(35))
+        with pytest.raises(NotResident, match="train_weights"):
+            model.score(random_batch(35))
+        model.engine.swap_in(model.name, model.parked, [Component.ROLLOUT_WEIGHTS], Patient())
+        model.generate(random_batch(35))
+        with pytest.raises(NotResident):
+            model.train(loss_batch(35))
+
+    def test_the_device_is_released_and_taken_again(self, model: Model) -> None:
+        tokens = random_batch(36)
+        scores, generation = model.score(tokens), model.generate(tokens)
+        with pytest.raises(SlotOccupied):
+            model.engine.release_device()
+        model.swap_out()
+        assert model.engine.release_device() > 0
+        with pytest.raises(DeviceNotHeld):
+            model.swap_in()
+        model.engine.acquire_device()
+        model.swap_in()
+        np.testing.assert_array_equal(model.score(tokens), scores)
+        assert model.generate(tokens).token_ids.tolist() == generation.token_ids.tolist()
+
+    # Checkpoints.
+
+    def test_a_loaded_checkpoint_goes_on_bit_for_bit(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
+        model = make_model(41)
+        train_a_little(model)
+        model.save(tmp_path / "saved")
+        model.step()
+        model.sync()
+        expected = hashes(model.save(tmp_path / "went-on"))
+        model.swap_out()
+        other = make_model(None)
+        state = other.engine.load(other.name, str(tmp_path / "saved"), None, Patient())
+        assert (state.optimizer_step, state.rollout_version) == (2, 1)
+        other.version = 1
+        other.step()
+        other.sync()
+        assert hashes(other.save(tmp_path / "loaded")) == expected
+
+    def test_rollout_weights_behind_the_training_weights_are_kept(self, model: Model, tmp_path: Path) -> None:
+        tokens = random_batch(42)
+        train_a_little(model)
+        model.step()
+        behind, ahead = model.score_rollout(tokens), model.score(tokens)
+        model.save(tmp_path / "saved")
+        model.sync()
+        model.engine.load(model.name, str(tmp_path / "saved"), 9, Patient())
+        model.version = 9
+        np.testing.assert_array_equal(model.score_rollout(tokens), behind)
+        np.testing.assert_array_equal(model.score(tokens), ahead)
+
+    @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no-manifest"])
+    def test_a_damaged_checkpoint_is_refused(self, model: Model, tmp_path: Path, damage: str) -> None:
+        train_a_little(model)
+        model.save(tmp_path / "saved")
+        tokens = random_batch(43)
+        before = model.score(tokens)
+        file = tmp_path / "saved" / "optimizer.safetensors"
+        data = bytearray(file.read_bytes())
+        match damage:
+            case "flip":
+                data[-5] ^= 1
+                file.write_bytes(data)
+            case "truncate":
+                file.write_bytes(data[:-4])
+            case "remove":
+                file.unlink()
+            case "no-manifest":
+                (tmp_path / "saved" / "manifest.json").unlink()
+        with pytest.raises(CheckpointCorrupt):
+            model.engine.load(model.name, str(tmp_path / "saved"), None, Patient())
+        np.testing.assert_array_equal(model.score(tokens), before)
+
+    def test_a_checkpoint_serves_as_a_base(self, model: Model, tmp_path: Path) -> None:
+        tokens = random_batch(44)
+        train_a_little(model)
+        model.step()
+        expected = model.score(tokens)
+        model.save(tmp_path / "saved")
+        model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path / "saved")), 5, Patient())
+        model.version = 5
+        np.testing.assert_array_equal(model.score(tokens), expected)
+        assert np.abs(model.score_rollout(tokens) - expected).max() < AGREEMENT
+        assert model.engine.state(model.name).optimizer_step == 0
+
+    def test_a_directory_without_weights_is_no_base(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
+        model = make_model(None)
+        with pytest.raises(EngineError, match="cannot read"):
+            model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path)), 0, Patient())
+
+
+def _split(tokens: port.TokenBatch) -> list[list[int]]:
+    return [part.tolist() for part in np.split(tokens.token_ids, np.cumsum(tokens.lengths)[:-1])]
+
+
+def _completions(generation: port.Generation) -> list[list[int]]:
+    return [part.tolist() for part in np.split(generation.token_ids, np.cumsum(generation.lengths)[:-1])]
+
+
+def _completed(prompts: port.TokenBatch, generation: port.Generation, n: int) -> list[list[int]]:
+    """Prompts with their completions."""
+    starts = [prompt for prompt in _split(prompts) for _ in range(n)]
+    return [start + completion for start, completion in zip(starts, _completions(generation), strict=True)]
