@@ -77,7 +77,7 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY.index(letter) for letter in text]
 
 
-def decode(token_ids: Sequence[int]) -> str:
+def decode(token_ids: Sequence[int] | np.ndarray) -> str:
     return "".join(VOCABULARY[token] if token < len(VOCABULARY) else "?" for token in token_ids)
 
 
@@ -120,8 +120,8 @@ def imitate(policy: plexrl.Model, task: Task, settings: Settings, *, most_steps:
         batch = problems(task, settings.imitation_batch, seed_of(task.name, settings.seed, "imitate", step))
         prompts, answers = [encode(p.prompt) for p in batch], [encode(p.answer + ".") for p in batch]
         policy.forward_backward.submit(plexrl.TrainingBatch.from_targets(prompts, answers), loss="cross_entropy")
-        stepped = policy.optim_step.submit(lr=settings.imitation_lr * min(1.0, (step + 1) / 10), max_grad_norm=1.0)
-    raise RuntimeError(f"{task.name}: {most_steps} imitation steps did not reach {settings.imitation_goal}: {stepped}")
+        policy.optim_step.submit(lr=settings.imitation_lr * min(1.0, (step + 1) / 10), max_grad_norm=1.0)
+    raise RuntimeError(f"{task.name}: {most_steps} imitation steps did not reach {settings.imitation_goal}")
 
 
 def reinforce(
@@ -138,7 +138,7 @@ def reinforce(
         batch = problems(task, settings.prompts, seed)
         completions = sample(policy, task, batch, settings.completions, seed)
 
-        stall_s = use_tool(job, settings, seed)
+        stall_s = use_tool(job, settings.stall_mean_s, settings.stall_sigma, seed)
         reward = rewards(batch, completions, settings.completions)
         advantages = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-6)
 
@@ -163,10 +163,9 @@ def logprob_gap(batch: plexrl.TrainingBatch, trained: plexrl.ForwardBackward) ->
     return float(np.abs(np.where(batch.weights != 0, trained.flat_logprobs - batch.old_logprobs, 0.0)).max())
 
 
-def use_tool(job: plexrl.Job, settings: Settings, seed: int) -> float:
+def use_tool(job: plexrl.Job, mean_s: float, sigma: float, seed: int) -> float:
     """A real wait, standing for a sandbox that checks answers; the hint lets others use the device meanwhile."""
-    mu = np.log(settings.stall_mean_s) - settings.stall_sigma**2 / 2
-    stall_s = random.Random(seed).lognormvariate(mu, settings.stall_sigma)
+    stall_s = random.Random(seed).lognormvariate(np.log(mean_s) - sigma**2 / 2, sigma)
     job.idle(stall_s)
     time.sleep(stall_s)
     return stall_s

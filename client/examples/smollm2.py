@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpo
 import numpy as np
 
 import plexrl
+from examples import grpo
 
 CATALOGUE_NAME = "smollm2-135m"
 MAX_TOKENS = 5
@@ -105,7 +105,7 @@ def reinforce(
         batch = problems(task, settings.prompts, seed)
         prompts = policy.tokenize([prompt for prompt, _ in batch])
         completions = policy.generate(prompts, n=settings.completions, max_tokens=MAX_TOKENS, seed=seed)
-        stall_s = grpo.use_tool(job, settings, seed)
+        stall_s = grpo.use_tool(job, settings.stall_mean_s, settings.stall_sigma, seed)
         reward = rewards(policy, batch, completions)
         advantages = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-6)
         training = plexrl.TrainingBatch.from_completions(prompts, completions, advantages.ravel())

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -139,6 +139,6 @@ async def running_leader(
             raise dispatcher.failed.result()
 
 
-def _ids(term: int) -> "itertools.count[int] | object":
+def _ids(term: int) -> Callable[[], str]:
     counter = itertools.count(1)
     return lambda: f"{term:04x}{next(counter):028x}"

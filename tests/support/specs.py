@@ -48,4 +48,4 @@ def save(label: str = "a") -> types_pb2.CallSpec:
 def load(checkpoint_id: str = "") -> types_pb2.CallSpec:
     """Read a checkpoint, or the base."""
     source = {"checkpoint_id": checkpoint_id} if checkpoint_id else {"base": True}
-    return types_pb2.CallSpec(load_checkpoint=types_pb2.LoadCheckpointSpec(**source))  # type: ignore[arg-type]
+    return types_pb2.CallSpec(load_checkpoint=types_pb2.LoadCheckpointSpec(**source))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from google.rpc import code_pb2
+from google.rpc import code_pb2, status_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
@@ -210,7 +210,7 @@ async def join(core: Core, dispatcher: Dispatcher, transport: TransportDouble, d
     return worker.worker_id
 
 
-def _status(code: int, reason: str) -> wire.status_pb2.Status:
+def _status(code: int, reason: str) -> status_pb2.Status:
     return wire.error_status(wire.ErrorInfo(code, reason, f"the double says {reason}"))
 
 

@@ -12,7 +12,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from plexrl import wire
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.bases import TOKENIZER_FILES
 from plexrl_worker.checkpoints import CheckpointFacts, CommittedCheckpoint
 from plexrl_worker.deployment import Deployment
 from plexrl_worker.engine import errors as engine_errors
@@ -158,8 +157,7 @@ class CallRunner:
                 weights_version=saved.rollout_version,
                 architecture=deployment.base.architecture,
             )
-            tokenizer = [path for path in deployment.base.directory.iterdir() if path.name in TOKENIZER_FILES]
-            committed = await asyncio.to_thread(store.commit, facts, saved, tokenizer)
+            committed = await asyncio.to_thread(store.commit, facts, saved)
         except BaseException:
             store.abandon(checkpoint_id)
             raise

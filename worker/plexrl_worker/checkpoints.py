@@ -9,21 +9,22 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from plexrl import wire
 from plexrl_worker.engine import port
+from plexrl_worker.engine.checkpoints import GRADIENTS_FILE, MANIFEST_FILE, OPTIMIZER_FILE, ROLLOUT_FILE
 from plexrl_worker.errors import CheckpointCorrupt, CheckpointNotFound, InvalidOrder, StorageFailed
 
 # Ours beside the engine's own manifest: what the engine cannot know (model, sequence), and a hash of every file.
-MANIFEST_NAME = "checkpoint.json"
+COMMIT_FILE = "checkpoint.json"
 _MANIFEST_FORMAT = 1
 _READ_BYTES = 4 * 1024 * 1024
 # Files that a Hugging Face loader does not need; streamed only when the training state is asked for.
-_TRAINING_STATE_PREFIXES = ("optimizer", "gradients", "rollout", "training_state", "trainer")
+_TRAINING_STATE_FILES = frozenset({OPTIMIZER_FILE, GRADIENTS_FILE, ROLLOUT_FILE, MANIFEST_FILE})
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,18 @@ class CheckpointStore:
         """Removes what was begun; never touches a committed checkpoint."""
         shutil.rmtree(self._root / f"{checkpoint_name(checkpoint_id)}{self._partial_suffix}", ignore_errors=True)
 
-    def commit(self, facts: CheckpointFacts, saved: port.SavedState, also: Iterable[Path] = ()) -> CommittedCheckpoint:
-        """Adds copies of the files `also`, syncs all, writes the manifest last, and renames: only then does it count.
+    def commit(self, facts: CheckpointFacts, saved: port.SavedState) -> CommittedCheckpoint:
+        """Syncs the files begun, writes the manifest last, and renames: only then does it count.
 
-        What the engine saved keeps the engine's hashes, made before its bytes reached disk; the rest is hashed here.
+        What the engine saved keeps the hashes that the engine made; its own manifest is hashed here.
         """
         name = checkpoint_name(facts.checkpoint_id)
         partial, final = self._root / f"{name}{self._partial_suffix}", self._root / name
         try:
-            for path in also:
-                shutil.copyfile(path, partial / path.name)
             known = {file.name: CheckpointFile(file.name, file.size_bytes, file.sha256) for file in saved.files}
             files = tuple(_sync(path, known.get(path.name)) for path in sorted(partial.iterdir()))
             manifest = {"format": _MANIFEST_FORMAT, "facts": asdict(facts), "files": [asdict(file) for file in files]}
-            _write_synced(partial / MANIFEST_NAME, json.dumps(manifest, indent=1, sort_keys=True).encode())
+            _write_synced(partial / COMMIT_FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
             _sync_directory(partial)
             os.rename(partial, final)
             _sync_directory(self._root)
@@ -133,7 +132,7 @@ class CheckpointStore:
     def open(self, checkpoint_id: str) -> CommittedCheckpoint:
         """Reads the manifest. Raises CheckpointNotFound, CheckpointCorrupt."""
         directory = self._root / checkpoint_name(checkpoint_id)
-        path = directory / MANIFEST_NAME
+        path = directory / COMMIT_FILE
         try:
             raw = path.read_bytes()
             commit_unix_ns = path.stat().st_mtime_ns
@@ -156,7 +155,7 @@ class CheckpointStore:
         """The files in order, in pieces of at most 1 MiB. Raises as `verify` does, before a wrong file's last piece."""
         checkpoint = self.open(checkpoint_id)
         for file in checkpoint.files:
-            if training_state or not file.name.startswith(_TRAINING_STATE_PREFIXES):
+            if training_state or file.name not in _TRAINING_STATE_FILES:
                 yield from _chunks(checkpoint.directory / file.name, file, wire.CHUNK_BYTES)
 
 

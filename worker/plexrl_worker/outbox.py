@@ -67,6 +67,7 @@ class Outbox:
         """A stream ended; a newer one stays."""
         if self.stream is stream:
             self.stream = None
+            self._changed.set()
 
     def clear(self) -> None:
         """Forgets what was kept: it belongs to a life that is over."""

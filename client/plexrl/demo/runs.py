@@ -30,9 +30,9 @@ def load_example(name: str) -> Any:
     """A module of client/examples. Raises ConfigurationError outside a source checkout."""
     if not (EXAMPLES / f"{name}.py").is_file():
         raise errors.ConfigurationError(f"the demo runs the jobs in {EXAMPLES}, which a source checkout has; clone one")
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name)
+    if str(EXAMPLES.parent) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES.parent))
+    return importlib.import_module(f"examples.{name}")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class JobRun:
     @property
     def wall_s(self) -> float:
         """Seconds in steps."""
-        return sum(step.wall_s for step in self.steps)
+        return float(sum(step.wall_s for step in self.steps))
 
 
 @dataclass

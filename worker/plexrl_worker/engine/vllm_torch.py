@@ -214,6 +214,7 @@ class VllmTorchEngine:
             control.progress(moved, deployment.layout.host_bytes)
         for component in leaving:
             self._release(deployment, component)
+        self._device.trim()
         released = used_bytes - self._device.used_bytes()
         return SwapReport(moved, released, time.monotonic() - started_s, ledger.parked_state())
 
@@ -262,6 +263,7 @@ class VllmTorchEngine:
             return
         for component in deployment.ledger.resident():
             self._release(deployment, component)
+        self._device.trim()
         self._detach(deployment)
 
     def acquire_device(self) -> None:
