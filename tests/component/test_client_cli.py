@@ -97,7 +97,7 @@ def test_timeline_has_a_process_per_worker_and_a_track_per_job(
         ("reverse", 0.0, 1500.0),
         ("interleave", 2000.0, 1500.0),
     ]
-    assert [event["name"] for event in spans if event["tid"] != 0] == ["generate", "swap"]
+    assert [event["name"] for event in spans if event["tid"] != 0] == ["generate", "swap_in"]
 
 
 def test_errors_are_one_line_and_exit_1(

@@ -11,8 +11,8 @@ import pytest
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, Unsupported
 from plexrl_worker.engine.port import ALL_COMPONENTS
-from tests.support.engine_conformance import (
-    EngineConformance,
+from tests.support.engine_conformance import EngineConformance
+from tests.support.engine_subjects import (
     ImageMaker,
     Model,
     Patient,

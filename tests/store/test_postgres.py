@@ -209,7 +209,7 @@ async def test_a_transition_does_not_write_the_spec_again(postgres_store: Postgr
     await postgres_store.commit(term, Changes(inserts=(make_job(), make_model(), make_call(spec=spec))))
     engine = create_async_engine(database_url)
     async with engine.connect() as connection:
-        before = (await connection.execute(text("SELECT pg_current_wal_insert_lsn()"))).scalar_one()
+        before = (await connection.execute(text("SELECT pg_current_wal_insert_lsn()::text"))).scalar_one()
         for revision in range(2, 12):
             await postgres_store.commit(term, Changes(updates=(make_call(spec=spec, revision=revision),)))
         written = (

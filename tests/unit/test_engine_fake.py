@@ -9,7 +9,8 @@ import pytest
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, OutOfMemory
 from plexrl_worker.engine.fake import FakeEngine
-from tests.support.engine_conformance import EngineConformance, Model, Patient, random_batch, train_a_little
+from tests.support.engine_conformance import EngineConformance
+from tests.support.engine_subjects import Model, Patient, random_batch, train_a_little
 
 CONFIG = {"architectures": ["FakeForCausalLM"], "vocab_size": 64, "max_position_embeddings": 128}
 

@@ -1,4 +1,4 @@
-"""Renders the transition tables as documentation: `python -m plexrl_controller.lifecycle.diagrams > docs/lifecycle.md`."""
+"""Renders the tables as documentation: `python -m plexrl_controller.lifecycle.diagrams > docs/lifecycle.md`."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ def render() -> str:
     parts = [
         "# Life cycles",
         "",
-        "Generated from the transition tables in `controller/plexrl_controller/lifecycle/`; do not edit. What each state",
-        "means stands beside its enum value in `protos/`. Effects are performed only once the transition is durable.",
+        "Generated from the tables in `controller/plexrl_controller/lifecycle/`; do not edit. What each state means",
+        "stands beside its enum value in `protos/`. Effects are performed only once the transition is durable.",
     ]
     for machine in MACHINES:
         parts += ["", f"## {machine.name}", "", *_diagram(machine), "", *_table(machine)]

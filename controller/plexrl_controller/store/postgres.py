@@ -242,7 +242,8 @@ async def _translated() -> AsyncIterator[None]:
         yield
     except DBAPIError as error:
         raise _translate(error.orig.__cause__ if error.orig and error.orig.__cause__ else error) from error
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+    # InternalClientError is what asyncpg raises when a connection dies in the middle of its protocol.
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
         raise _translate(error) from error
 
 

@@ -144,7 +144,7 @@ class GroupWriter:
 
     def _check_open(self) -> None:
         if self._stopped.done():
-            raise _copy(self._stopped.result())
+            raise _told(self._stopped.result())
         if self._closing:
             raise Unavailable("the controller is stopping")
 
@@ -218,17 +218,17 @@ class GroupWriter:
         while self._queue:
             durable = self._queue.popleft().durable
             if not durable.done():
-                durable.set_exception(_copy(error))
+                durable.set_exception(_told(error))
                 durable.exception()  # posted without a wait: `stopped` reports it
         self._queued_rows = 0
         self._room.set()
 
 
-def _copy(error: ControllerError) -> ControllerError:
-    """One exception object per waiter: a traceback belongs to one raise."""
-    if isinstance(error, LeadershipLost | Unavailable):
-        return type(error)(error.message)
-    return ControllerError(error.message, reason=error.reason)
+def _told(error: ControllerError) -> ControllerError:
+    """What a waiter hears, one object each: not durable for all that is known, so the same request must come again."""
+    if isinstance(error, LeadershipLost):
+        return LeadershipLost(error.message)
+    return Unavailable("the controller could not write and starts anew; retry", retry_after_s=0.5)
 
 
 def _rows(changes: Changes) -> int:
