@@ -1,6 +1,7 @@
 """The leader's promises over calls, sequences, versions, swaps and losses, with everything real but worker and disk."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from plexrl_controller.scheduling.next_slice import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
 from tests.support.leader import Leader, running_leader
-from tests.support.worker_double import WorkerDouble
+from tests.support.worker_double import STATE_BYTES, WorkerDouble
 
 
 def call_of(leader: Leader, call_id: str) -> Call:
@@ -314,3 +315,32 @@ async def test_the_same_request_twice_at_once_is_one_call() -> None:
         await leader.work()
         assert len({c.call_id for c in calls}) == 1
         assert leader.worker.executed == [calls[0].call_id]
+
+
+async def test_a_model_that_left_the_device_unheard_is_loaded_again() -> None:
+    """An engine that dies while idle says so late: the controller corrects its picture, and no call pays for it."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.generate())
+        await leader.work()
+        for _ in range(5):
+            leader.worker.models[model.model_id].on_device = False
+            call = await leader.submit(model, specs.generate())
+            await leader.work()
+            assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
+            assert call_of(leader, call.call_id).lost_attempts == 0
+
+
+async def test_a_swap_that_keeps_failing_ends_the_calls_that_need_it() -> None:
+    """G03: what cannot be mended is not tried for ever."""
+    async with running_leader(worker=WorkerDouble(device_state_bytes=STATE_BYTES - 1)) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        leader.core.ledger.workers[leader.worker_id] = replace(  # type: ignore[index]
+            leader.core.ledger.workers[leader.worker_id],  # type: ignore[index]
+            capabilities=WorkerDouble().capabilities.SerializeToString(),
+        )
+        call = await leader.submit(model, specs.generate())
+        await leader.work()
+        assert call_of(leader, call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED

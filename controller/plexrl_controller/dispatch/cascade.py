@@ -78,6 +78,14 @@ def lose_attempt(batch: Batch, call: Call, message: str) -> None:
         batch.transition(call, CallEvent.LOSE_ATTEMPT, lost_attempts=call.lost_attempts + 1, start_time=None)
 
 
+def requeue(batch: Batch, call: Call) -> None:
+    """An attempt that never began: try again, and do not hold it against the call. Its deadline still bounds it."""
+    if call.state in (CallState.DISPATCHED, CallState.RUNNING, CallState.YIELDED):
+        batch.transition(call, CallEvent.LOSE_ATTEMPT, start_time=None)
+    elif call.state is CallState.CANCELLING:
+        batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
+
+
 def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
     """A worker no longer has a model's state: rebuild it where a checkpoint or the base holds exactly that state."""
     batch.ledger.residency.pop(model.model_id, None)

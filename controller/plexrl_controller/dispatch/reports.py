@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from plexrl_controller.dispatch.cascade import fail, lose_attempt, lose_model_state
+from plexrl_controller.dispatch.cascade import fail, lose_attempt, lose_model_state, requeue
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch
 from plexrl_controller.domain.errors import StaleTransition
@@ -21,19 +21,10 @@ from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.models import ModelEvent
 
 # Reasons of the worker that say nothing about the call itself: another attempt may succeed.
-_TRY_AGAIN = frozenset(
-    {
-        "ENGINE_DIED",
-        "ENGINE_HUNG",
-        "SHUTTING_DOWN",
-        "NOT_RESIDENT",
-        "NOT_DEPLOYED",
-        "OVER_BUDGET",
-        "HOST_STATE_CORRUPT",
-        "STALE_TERM",
-        "STALE_INCARNATION",
-        "STALE_ATTEMPT",
-    }
+_TRY_AGAIN = frozenset({"ENGINE_DIED", "ENGINE_HUNG", "OVER_BUDGET", "HOST_STATE_CORRUPT", "NOT_DEPLOYED"})
+# The attempt never began, for a reason that the controller can mend: it does not count against the call.
+_NOT_BEGUN = frozenset(
+    {"NOT_RESIDENT", "SHUTTING_DOWN", "STALE_TERM", "STALE_INCARNATION", "STALE_ATTEMPT", "CANCELLED"}
 )
 _CHANGES_TRAINING_STATE = frozenset({CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.SYNC_WEIGHTS})
 _ROUND_TRIP_WEIGHT = 0.3
@@ -117,11 +108,31 @@ class ReportRecorder:
                 f"sequence {model.failed_sequence} ended other than SUCCEEDED; ResumeSequence lets later calls run"
             )
             fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
-        elif error.reason in _TRY_AGAIN or error.reason in ("SEQUENCE_MISMATCH", "CANCELLED"):
+        elif self._never_began(call, model, error.reason):
+            requeue(batch, call)
+        elif error.reason in (*_TRY_AGAIN, *_NOT_BEGUN, "SEQUENCE_MISMATCH"):
             lose_attempt(batch, call, f"{error.reason}: {error.message}")
         else:
             reason = CallReason.__members__.get(error.reason, CallReason.ENGINE_ERROR)
             fail(batch, call, reason, error.message, error.code)
+
+    def _never_began(self, call: Call, model: Model, reason: str) -> bool:
+        """Whether the controller's picture of the worker was wrong, and is right now: the call is not to blame."""
+        group = self._core.ledger.groups[call.worker_id] if call.worker_id is not None else None
+        if group is None:
+            return False
+        match reason:
+            case "NOT_RESIDENT":
+                # Its engine died while idle, say. After a failed swap the same would go on for ever: that counts.
+                group.on_device.discard(model.model_id)
+                return not group.swap_failed
+            case "SHUTTING_DOWN":
+                group.connected = False
+                return True
+            case "SEQUENCE_MISMATCH":
+                return call.sequence > model.due_sequence
+            case _:
+                return reason in _NOT_BEGUN
 
     def _succeeded(self, batch: Batch, call: Call, result: types_pb2.CallResult, payload: Payload) -> None:
         ledger = self._core.ledger
@@ -192,6 +203,8 @@ class ReportRecorder:
         ledger = self._core.ledger
         model_id = self._core.orders.model_of(report.order_id)
         error = wire.error_info(report.finished.error)
+        if model_id is None:
+            ledger.groups[worker_id].swap_failed = error is not None
         if model_id is None or (model := ledger.models.get(model_id)) is None:
             if error is not None:
                 log.warning("order_failed", worker=worker_id, reason=error.reason, detail=error.message)
@@ -215,7 +228,7 @@ class ReportRecorder:
                 has_tokenizer=built.has_tokenizer,
                 message="",
             )
-        elif error.reason in _TRY_AGAIN and error.reason != "OVER_BUDGET":
+        elif error.reason in _TRY_AGAIN | _NOT_BEGUN and error.reason != "OVER_BUDGET":
             log.warning("deploy_retried", model=model.model_id, reason=error.reason, detail=error.message)
         elif model.state is ModelState.RECOVERING and model.restore_checkpoint_id not in (None, RESTORE_BASE):
             batch.update(model, restore_checkpoint_id=None)
