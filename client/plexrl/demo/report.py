@@ -109,7 +109,7 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Prints the table and the verdicts."""
-        table = Table(title="two RLVR jobs on one worker", padding=(0, 1), pad_edge=False)
+        table = Table(title="two RLVR jobs on one worker", box=None, padding=(0, 1), pad_edge=False)
         for heading in (
             "job",
             "reward",
@@ -123,7 +123,7 @@ class Report:
             "cost",
             "saving",
         ):
-            table.add_column(heading, justify="left" if heading == "job" else "right")
+            table.add_column(heading, justify="left" if heading == "job" else "right", no_wrap=True)
         for job in self.jobs:
             ratio = job.slowdown
             table.add_row(
@@ -135,11 +135,17 @@ class Report:
                 f"{job.swap_s:.2f}",
                 f"{job.idle_s:.1f}",
                 str(job.swaps),
-                f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                f"{ratio.value:.3f}",
                 f"{1 - job.saving:.2f}",
                 f"{job.saving:.1%}",
             )
         console.print(table)
+        for job in self.jobs:
+            ratio = job.slowdown
+            console.print(
+                f"{job.name}: slowdown within [{ratio.low:.3f}, {ratio.high:.3f}] (95 % bootstrap over the same "
+                f"{ratio.steps} steps with the same draws)"
+            )
         console.print(
             f"Mean saving {self.mean_saving:.1%} at mean slowdown {self.mean_slowdown:.3f}; the most that any schedule "
             f"could save is {self.bound_saving:.1%}. Published: {PUBLISHED_SAVING:.2%}. "
