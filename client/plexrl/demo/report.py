@@ -109,7 +109,7 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Prints the table and the verdicts."""
-        table = Table(title="two RLVR jobs on one worker", box=None, padding=(0, 1), pad_edge=False)
+        table = Table(title="two RLVR jobs on one worker", box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for heading in (
             "job",
             "reward",
@@ -128,7 +128,7 @@ class Report:
             ratio = job.slowdown
             table.add_row(
                 job.name,
-                f"{job.reward_before:.2f} → {job.reward_after:.2f}",
+                f"{job.reward_before:.2f}→{job.reward_after:.2f}",
                 str(job.steps),
                 f"{job.busy_share:.2f}",
                 f"{job.busy_s:.1f}",

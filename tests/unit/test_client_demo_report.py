@@ -1,0 +1,90 @@
+"""What the demo says of its runs: the arithmetic of its figures, and a table that fits a terminal."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from plexrl.demo import figures
+from plexrl.demo.report import Report
+
+
+def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80) -> figures.JobFigures:
+    return figures.JobFigures(
+        name=name,
+        reward_before=0.25,
+        reward_after=0.25 + rise,
+        steps=42,
+        busy_share=0.36,
+        busy_s=37.2,
+        swap_s=1.31,
+        idle_s=68.1,
+        swaps=swaps,
+        slowdown=figures.Slowdown(slowdown, slowdown - 0.05, slowdown + 0.05, 15),
+        saving=figures.saving(slowdown, 2),
+        weights_equal_alone=True,
+        logprob_gap=2e-5,
+    )
+
+
+def report(*jobs: figures.JobFigures, hold_saving: float = 0.0) -> Report:
+    return Report(
+        jobs=list(jobs),
+        hold_saving=hold_saving,
+        bound_saving=0.5,
+        device_state_bytes=7_500_000,
+        larger_state_bytes=6_017_024,
+        seconds=312.0,
+        timeline=Path("timeline.png"),
+        trace=Path("trace.json"),
+    )
+
+
+def test_slowdown_pairs_the_same_steps() -> None:
+    alone = [1.0, 2.0, 3.0]
+    measured = figures.slowdown([1.1, 2.2, 3.3, 99.0], alone)
+    assert measured.value == pytest.approx(1.1)
+    assert (measured.low, measured.high) == pytest.approx((1.1, 1.1))
+    assert measured.steps == 3
+
+
+def test_two_that_share_without_delay_save_half() -> None:
+    assert figures.saving(1.0, 2) == 0.5
+    assert figures.saving(2.0, 2) == 0.0
+    assert figures.bound(2, 0.36) == 0.5
+    assert figures.bound(4, 0.36) == pytest.approx(0.64)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        report(row("a", 1.2), row("b", 1.4)),
+        report(row("a", 1.06), row("b", 1.06, rise=0.2)),
+        report(row("a", 1.06), row("b", 1.06, swaps=10)),
+        report(row("a", 1.06), row("b", 1.06), hold_saving=0.4),
+    ],
+    ids=["slow", "did not learn", "did not swap", "holding saves as much"],
+)
+def test_a_run_that_misses_a_bar_says_so(broken: Report) -> None:
+    assert all(expectation.holds for expectation in report(row("a", 1.06), row("b", 1.1)).expectations())
+    assert not all(expectation.holds for expectation in broken.expectations())
+
+
+def test_the_table_fits_80_columns(tmp_path: Path) -> None:
+    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
+    report(row("reverse", 1.058), row("interleave", 1.135)).show(console)
+    text = console.export_text()
+    console.file.close()
+    assert "…" not in text
+    assert "interleave 0.25→0.65" in text
+
+
+def test_the_report_has_the_keys_that_programs_read(tmp_path: Path) -> None:
+    report(row("reverse", 1.058), row("interleave", 1.135)).write(tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert {"mean_saving", "mean_slowdown", "hold_saving", "bound_saving", "timeline", "trace"} <= written.keys()
+    job_keys = (
+        "name reward_before reward_after steps busy_share busy_s swap_s swaps slowdown saving weights_equal_alone"
+    )
+    assert set(job_keys.split()) <= written["jobs"][0].keys()
