@@ -16,7 +16,7 @@ SEED = 0
 ALONE_STEPS = 15
 SHARED_STEPS = 42
 HOLD_STEPS = 8
-# A model of 312k parameters has 6.2 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
+# A model of 300k parameters has 6.0 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
 DEVICE_STATE_BYTES = 7_500_000
 KV_CACHE_BYTES = "64M"
 THREADS = 2
