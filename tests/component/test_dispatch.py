@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from plexrl.v1 import types_pb2
+from plexrl.v1 import call_pb2, types_pb2
 from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.scheduling.next_slice import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
+from plexrl_controller.store.port import Changes
 from tests.support import specs
 from tests.support.leader import Leader, running_leader
 from tests.support.worker_double import STATE_BYTES, WorkerDouble
@@ -344,3 +345,41 @@ async def test_a_swap_that_keeps_failing_ends_the_calls_that_need_it() -> None:
         call = await leader.submit(model, specs.generate())
         await leader.work()
         assert call_of(leader, call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
+
+
+async def test_nothing_is_told_before_it_is_durable() -> None:
+    """Durable before acknowledged, also for whoever hears of an earlier change while a later one is being written."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        accepted = await leader.submit(model, specs.generate())
+        watch = leader.calls.WatchCall(call_pb2.WatchCallRequest(call_id=accepted.call_id), None)
+        assert (await anext(watch)).state != types_pb2.CALL_STATE_SUCCEEDED
+        await leader.settle()
+        store.gate.clear()
+        reports = leader.worker.run()
+        assert leader.worker_id is not None
+        recording = asyncio.create_task(leader.dispatcher.reports_came(leader.worker_id, 1, reports))
+        hearing = asyncio.ensure_future(anext(watch))
+        await leader.settle()
+        leader.core.hub.publish(call_of(leader, accepted.call_id))
+        await leader.settle()
+        assert not hearing.done()
+        store.gate.set()
+        await recording
+        assert (await hearing).state == types_pb2.CALL_STATE_SUCCEEDED
+        await watch.aclose()  # type: ignore[attr-defined]
+
+
+class GatedStore(MemoryStore):
+    """Commits only while the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def commit(self, term: int, changes: Changes) -> None:
+        await self.gate.wait()
+        await super().commit(term, changes)

@@ -55,6 +55,8 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def GetCall(self, request: call_pb2.GetCallRequest, context: Any) -> call_pb2.Call:
         """Reads one call."""
+        # What memory shows must be durable before it is told.
+        await self._core.commit(self._core.batch())
         return await messages.full_call_message(self._core, await self._call(request.call_id))
 
     async def WatchCall(self, request: call_pb2.WatchCallRequest, context: Any) -> AsyncIterator[call_pb2.Call]:
@@ -63,6 +65,9 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         subscription = self._core.hub.watch_call(call.call_id)
         try:
             while True:
+                if call.call_id in self._core.undurable:
+                    await subscription.take()
+                    continue
                 call = self._core.ledger.calls.get(call.call_id) or await self._call(request.call_id)
                 message = await messages.full_call_message(self._core, call)
                 terminal = call.state in call_lifecycle.TERMINAL
@@ -200,7 +205,8 @@ class _JobStream:
 
     async def _update(self, call_id: CallId) -> call_pb2.ServerMessage | None:
         call = self._core.ledger.calls.get(call_id)
-        if call is None:
+        if call is None or call_id in self._core.undurable:
+            # What is on its way to the store is published once it is there.
             return None
         progress = self._core.ledger.progress.get(call_id, (0, 0))[0]
         if self._told.get(call_id) == (call.revision, progress):

@@ -130,7 +130,9 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.ExportCheckpointRequest, context: Any
     ) -> AsyncIterator[model_pb2.FileChunk]:
         """Streams a checkpoint's files through from a worker that can read them."""
-        checkpoint = await self._core.store.get_checkpoint(CheckpointId(request.checkpoint_id))
+        checkpoint_id = CheckpointId(request.checkpoint_id)
+        known = self._core.ledger.checkpoints.get(checkpoint_id)
+        checkpoint = known or await self._core.store.get_checkpoint(checkpoint_id)
         if checkpoint is None or not identity().may_see(checkpoint.tenant):
             raise NotFound(f"no checkpoint {request.checkpoint_id!r}")
         model = self._core.ledger.models.get(checkpoint.model_id)

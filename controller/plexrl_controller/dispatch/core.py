@@ -19,7 +19,7 @@ from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
 from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.domain.errors import DataLoss, NotFound
-from plexrl_controller.domain.ids import Tenant, WorkerId
+from plexrl_controller.domain.ids import CallId, Tenant, WorkerId
 from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Worker
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.lifecycle.machine import Effect
@@ -62,6 +62,8 @@ class Core:
         self.orders = OrderBook(term)
         self.new_id = new_id
         self.invariant_violations = 0
+        self.undurable: dict[CallId, int] = {}
+        """Calls with transitions that are on their way to the store: not to be shown before they are there."""
         self._wakes: dict[WorkerId, asyncio.Event] = {}
         self._bytes = _ByteCache(CACHE_BYTES)
 
@@ -78,6 +80,9 @@ class Core:
     def post(self, batch: Batch) -> asyncio.Future[None]:
         """Queues a batch for the store and wakes the groups that it concerns; the caller releases its effects."""
         settle(batch)
+        for effect, record in batch.effects:
+            if effect is Effect.DELIVER and isinstance(record, Call):
+                self.undurable[record.call_id] = record.revision
         durable = self.writer.post(batch.changes())
         for _, record in batch.take(Effect.WAKE_GROUP):
             for worker_id in self._workers_of(record):
@@ -89,6 +94,8 @@ class Core:
         for effect, record in batch.effects:
             match effect, record:
                 case Effect.DELIVER, Call():
+                    if self.undurable.get(record.call_id, 0) <= record.revision:
+                        self.undurable.pop(record.call_id, None)
                     self.hub.publish(record)
                 case Effect.SEND_ABORT, Call():
                     self._abort(record)

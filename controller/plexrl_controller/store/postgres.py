@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import asyncpg
-from asyncpg.exceptions import InternalClientError
 from sqlalchemy import Select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -29,9 +28,6 @@ R = TypeVar("R")
 READ_CONNECTIONS = 4
 COMMAND_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-
-_WRITER_SETTINGS = "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off"
-"""A prepared plan outlives the empty table that it was made for: updates must always go by key."""
 
 _NOT_NOW = ("08", "25P03", "40", "53", "55P03", "57", "58", "XX")
 """SQLSTATE prefixes of what may pass: lost connection, conflict, full disk, shutdown, I/O error."""
@@ -191,7 +187,7 @@ class _WriterConnection:
         assert driver is not None
         writer = cls(connection, driver)
         try:
-            await driver.execute(_WRITER_SETTINGS)
+            await driver.execute(statements.WRITER_SETTINGS)
         except BaseException:
             await writer.drop()
             raise

@@ -16,6 +16,9 @@ from plexrl_controller.domain.records import Call, Payload
 from plexrl_controller.store.batch import FIXED_FIELDS, Update
 from plexrl_controller.store.rows import FieldCodec, RowCodec, columnar
 
+WRITER_SETTINGS = "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off"
+"""A prepared plan outlives the empty table that it was made for: updates must always go by key."""
+
 ACQUIRE_TERM = """
 INSERT INTO leader (singleton, term, holder, commit_id) VALUES (true, 1, $1, '')
 ON CONFLICT (singleton) DO UPDATE SET term = leader.term + 1, holder = excluded.holder, commit_id = ''
