@@ -21,7 +21,15 @@ from plexrl_worker.deployment import Deployment, check_settings, make_deployment
 from plexrl_worker.device import Device
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine.client import EngineProcess
-from plexrl_worker.errors import HostStateCorrupt, NotDeployed, NoTokenizer, StateLost, WorkerError, of_engine
+from plexrl_worker.errors import (
+    EngineDied,
+    HostStateCorrupt,
+    NotDeployed,
+    NoTokenizer,
+    StateLost,
+    WorkerError,
+    of_engine,
+)
 from plexrl_worker.journal import Journal
 from plexrl_worker.residency import Residency
 from plexrl_worker.settings import WorkerSettings
@@ -120,10 +128,20 @@ class ModelHost:
         try:
             process = await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
             async with self.device.lock:
-                await self._build(deployment, process, str(directory) if directory else None, journal)
-        except BaseException:
-            await self._forget(deployment)
-            raise
+                former = self.residency.resident_models()
+                for other in former:
+                    await self.park(other, journal, charged_to=deployment.job_id)
+                try:
+                    await self._build(deployment, process, str(directory) if directory else None, journal)
+                except BaseException:
+                    await self._forget(deployment)
+                    raise
+                finally:
+                    await self._restore(former, journal, charged_to=deployment.job_id)
+        finally:
+            if order.model_id not in self._deployments:
+                deployment.base.discard()
+                await self._spare_if_unused(deployment.engine_key)
         return deployment.description()
 
     async def drop(self, model_id: str, journal: Journal) -> None:
@@ -134,8 +152,7 @@ class ModelHost:
                 return
             await self._forget(deployment)
             journal.touch(model_id)
-        if not any(other.engine_key == deployment.engine_key for other in self._deployments.values()):
-            await self.supervisor.spare(deployment.engine_key)
+        await self._spare_if_unused(deployment.engine_key)
 
     async def swap(self, order: w.SwapWeightsOrder, journal: Journal) -> None:
         """Evictions, then the load. Raises OverBudget before anything moves.
@@ -203,7 +220,7 @@ class ModelHost:
         """Parks whatever else is on the device, and grants it to the model's engine, started if need be."""
         for model_id in self.residency.resident_models():
             if model_id != deployment.model_id:
-                await self.park(model_id, journal)
+                await self.park(model_id, journal, charged_to=deployment.job_id)
         process = await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
         try:
             await self.device.grant(process)
@@ -257,11 +274,8 @@ class ModelHost:
             raise self.engine_failed(process, error, journal) from error
         self.residency.add(model_id, {c.component: c.size_bytes for c in layout.components})
         self.arena.allocate(model_id, layout.host_bytes)
-        former = self.residency.resident_models()
         self._deployments[model_id] = deployment
         journal.touch(model_id)
-        for other in former:
-            await self.park(other, journal, charged_to=deployment.job_id)
         with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_IN)):
             process = await self.make_room(deployment, journal)
             try:
@@ -274,8 +288,17 @@ class ModelHost:
         self.residency.built(model_id)
         deployment.weights_version = state.rollout_version
         await self.park(model_id, journal)
-        for other in former:
-            await self.load(other, journal, charged_to=deployment.job_id)
+        if deployment.state_lost:
+            raise EngineDied(f"the engine of model {model_id} ended before the new state was parked")
+
+    async def _restore(self, model_ids: list[str], journal: Journal, charged_to: str) -> None:
+        """Loads back what was on the device before a deploy. What does not come back is reported as parked or lost."""
+        for model_id in model_ids:
+            if model_id in self._deployments and not self.deployment(model_id).state_lost:
+                try:
+                    await self.load(model_id, journal, charged_to=charged_to)
+                except WorkerError as error:
+                    _log.warning("not_loaded_back", model_id=model_id, reason=error.reason, message=error.message)
 
     async def _attach(self, deployment: Deployment, process: EngineProcess) -> None:
         """Tells a child of a deployment and its host image; a child that is new learns of each when it is needed."""
@@ -283,6 +306,10 @@ class ModelHost:
         await process.declare(deployment.model_id, deployment.settings)
         await process.attach_host(deployment.model_id, image.fd, image.size_bytes)
         deployment.attached = process
+
+    async def _spare_if_unused(self, engine_key: str) -> None:
+        if not self.models_of(engine_key):
+            await self.supervisor.spare(engine_key)
 
     async def _forget(self, deployment: Deployment) -> None:
         model_id = deployment.model_id
