@@ -98,6 +98,7 @@ class EngineProcess:
         self._last_frame_s = time.monotonic()
         self._death: EngineDied | None = None
         self._hung = False
+        self._closing = False
         self._exited = asyncio.Event()
         self._outgoing: asyncio.Queue[tuple[bytes, int | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -114,9 +115,11 @@ class EngineProcess:
         hang_limit_s: float = 120.0,
         log_file: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        on_spawn: Callable[[int], None] | None = None,
     ) -> Self:
         """Starts a child ("vllm" or "fake") and its engine. Must run in the daemon's main thread: the child dies with
         the thread that made it. `log_file` takes its output, else it goes where the daemon's goes.
+        `on_spawn` hears its process id at once, seconds before the engine is up.
 
         Raises Unsupported, InvalidArgument and other EngineErrors of the engine's start, EngineDied, EngineHung.
         """
@@ -139,6 +142,8 @@ class EngineProcess:
             theirs.close()
             if log is not None:
                 log.close()
+        if on_spawn is not None:
+            on_spawn(process.pid)
         ours.setblocking(False)
         engine = cls(process, ours, max(start_limit_s, hang_limit_s))
         try:
@@ -178,6 +183,7 @@ class EngineProcess:
 
     async def close(self, limit_s: float = 5.0) -> EngineDied:
         """Lets the child end by closing its socket; kills it when that takes longer than `limit_s`."""
+        self._closing = True
         self._shut_socket()
         try:
             return await asyncio.wait_for(self.wait_exit(), limit_s)
@@ -357,7 +363,8 @@ class EngineProcess:
                     self._hear(response)
         except OSError:
             pass
-        self._signal_kill()
+        if not self._closing:
+            self._signal_kill()
 
     def _hear(self, response: e.EngineResponse) -> None:
         if response.WhichOneof("event") == "progress":

@@ -3,24 +3,16 @@
 The model is a table of next-token logits, one row per token: float32 [vocab_size, vocab_size]. Losses, AdamW, swaps,
 versions and checkpoints are real, so that callers meet the port's behaviour and a job can even learn on it.
 
-The engine's config_json needs `vocab_size` and `max_position_embeddings`, and may order faults:
-
-    "plexrl_fake": [{"function": "generate", "fault": "crash", "flag_file": "/tmp/once"}]
-
-function: a method of the port. fault: crash (SIGKILL of the process, in the middle of the function), exit (code 3),
-hang (forever), slow (`delay_s`, heard by abort), fail (an error that is not typed), out_of_memory, leak (`leak_bytes`
-more held by each call). flag_file: the fault strikes only while that file exists, and removes it: once.
+The engine's config_json needs `architectures`, `vocab_size` and `max_position_embeddings`; `plexrl_fake` in it orders
+faults (see `fake_faults`).
 """
 
 import hashlib
 import json
-import os
-import signal
 import time
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -34,12 +26,12 @@ from plexrl_worker.engine.errors import (
     DeviceNotHeld,
     InvalidArgument,
     NonFinite,
-    OutOfMemory,
     SlotOccupied,
     UnknownDeployment,
     Unsupported,
     VersionMismatch,
 )
+from plexrl_worker.engine.fake_faults import Faults
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import (
     AdamWParams,
@@ -108,11 +100,10 @@ class FakeEngine:
         if settings.precision is not Precision.FLOAT32:
             raise Unsupported("the fake engine computes in float32 only")
         self._settings = settings
-        self._faults: list[dict[str, Any]] = config.get("plexrl_fake", [])
+        self._faults = Faults(config.get("plexrl_fake", []))
         self._deployments: dict[str, _Deployment] = {}
-        self._leaked: list[bytearray] = []
         self._holds_device = True
-        self._strike("start", None)
+        self._faults.strike("start", None)
 
     def describe(self) -> EngineDescription:
         """See port.Engine."""
@@ -159,7 +150,7 @@ class FakeEngine:
         """See port.Engine."""
         started_s = time.monotonic()
         deployment = self._deployment(deployment_id)
-        self._strike("swap_out", control)
+        self._faults.strike("swap_out", control)
         moved = released = 0
         for component in deployment.ledger.resident(components):
             place = deployment.ledger.place(component)
@@ -231,7 +222,7 @@ class FakeEngine:
         check_sampling(params, prompts, self._max_sequence_tokens)
         if params.stop:
             raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
-        self._strike("generate", control)
+        self._faults.strike("generate", control)
         last_tokens = prompts.token_ids[np.cumsum(prompts.lengths) - 1]
         completions, logprobs, reasons = [], [], []
         total = int(prompts.lengths.size) * params.n
@@ -432,7 +423,7 @@ class FakeEngine:
         if not self._holds_device:
             raise DeviceNotHeld(f"{function}: the engine has released the device")
         if control is not None or function in ("optim_step", "sync"):
-            self._strike(function, control)
+            self._faults.strike(function, control)
         return deployment
 
     def _trainable(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
@@ -464,45 +455,6 @@ class FakeEngine:
         if deployment.image is None:
             raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
         return deployment.image
-
-    def _strike(self, function: str, control: Control | None) -> None:
-        """Commits the faults that are ordered for a function."""
-        for fault in self._faults:
-            if fault["function"] != function:
-                continue
-            if flag_file := fault.get("flag_file"):
-                try:
-                    os.unlink(flag_file)
-                except FileNotFoundError:
-                    continue
-            match fault["fault"]:
-                case "crash":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "exit":
-                    os._exit(3)
-                case "hang":
-                    while True:
-                        time.sleep(3600)
-                case "slow":
-                    _sleep(float(fault["delay_s"]), control)
-                case "fail":
-                    raise RuntimeError(f"{function} was told to fail")
-                case "out_of_memory":
-                    raise OutOfMemory(f"{function} was told to run out of memory")
-                case "leak":
-                    self._leaked.append(bytearray(b"\1" * int(fault["leak_bytes"])))
-                case unknown:
-                    raise InvalidArgument(f"plexrl_fake: fault {unknown!r} is not known")
-
-
-def _sleep(delay_s: float, control: Control | None) -> None:
-    end_s = time.monotonic() + delay_s
-    while (left_s := end_s - time.monotonic()) > 0:
-        if control is not None:
-            control.progress(0, 0)
-            if control.aborted():
-                raise Aborted("the function was aborted")
-        time.sleep(min(left_s, 0.01))
 
 
 def _read(manifest: checkpoints.Manifest, file: str, name: str) -> Float32Array:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -55,11 +56,17 @@ class Generator:
         self._max_model_tokens = _model_tokens(settings, max_sequence_tokens)
         self._engine = self._start(settings)
         model = self._model()
+        if ".models.transformers" in type(model).__module__:
+            # That backend rewrites transformers' classes in place, and the trainer runs the same classes.
+            raise Unsupported(
+                "vLLM has no implementation of its own for this architecture, only its Transformers backend"
+            )
         self._parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         for name, parameter in self._parameters.items():
             if parameter.numel() == 0 or not parameter.is_contiguous() or parameter.dtype != self.dtype:
                 raise Unsupported(f"the generator keeps {name} in a packed form, which cannot be updated in place")
-        self.segments = weight_plan.derive(self._parameters, shapes, model.load_weights)
+        with set_current_vllm_config(self._engine.vllm_config):
+            self.segments = weight_plan.derive(self._parameters, shapes, model.load_weights)
         self._region: Region | None = None
         if device.kind == "cpu":
             self._relocate(model)

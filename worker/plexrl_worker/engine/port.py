@@ -31,6 +31,17 @@ class Component(StrEnum):
     ROLLOUT_WEIGHTS = "rollout_weights"
 
 
+# Architectures on which trainer and generator were seen to agree. Others are tried, and refused where they cannot be
+# run.
+TESTED_ARCHITECTURES: tuple[str, ...] = (
+    "GemmaForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
 ALL_COMPONENTS: frozenset[Component] = frozenset(Component)
 TRAIN_COMPONENTS: frozenset[Component] = ALL_COMPONENTS - {Component.ROLLOUT_WEIGHTS}
 

@@ -3,25 +3,22 @@
 Owns residency and versions; leaves computing to `trainer` and `generator`, memory to `device`, files to `checkpoints`.
 """
 
-import hashlib
 import itertools
-import json
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 import vllm
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from plexrl_worker.engine import checkpoints, losses
+from plexrl_worker.engine import checkpoints, losses, model_config
 from plexrl_worker.engine.checks import check_adamw, check_sampling
-from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device, Region, padded
+from plexrl_worker.engine.deployment import Deployment
+from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device
 from plexrl_worker.engine.errors import (
     CheckpointMismatch,
     DeviceNotHeld,
@@ -34,7 +31,6 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.generator import Generator
-from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
     TRAIN_COMPONENTS,
@@ -65,54 +61,21 @@ from plexrl_worker.engine.port import (
 )
 from plexrl_worker.engine.trainer import Trainer
 
-# Keys of a config.json that say nothing about what a model computes.
-_COSMETIC_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
-
 
 def start(settings: EngineSettings) -> "VllmTorchEngine":
     """Starts the engine. Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run."""
     torch.set_num_threads(settings.threads)
     transformers.utils.logging.set_verbosity_error()
     try:
-        config = _read_config(settings.config_json)
+        config = model_config.read(settings.config_json)
         return VllmTorchEngine(settings, config)
     except EngineError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(f"the engine does not fit on the device: {error}") from error
     # What vLLM and transformers raise for a model they cannot run has no common type narrower than these.
-    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError, ImportError) as error:
         raise Unsupported(f"this model cannot be run: {type(error).__name__}: {error}") from error
-
-
-class _Deployment:
-    """One deployment's memory and ledger. The rollout weights live in the generator's slot, not here."""
-
-    def __init__(
-        self, deployment_id: str, settings: DeploymentSettings, trainer: Trainer, slot_bytes: int, device: Device
-    ) -> None:
-        weight_bytes = padded(4 * trainer.element_count)
-        sizes = [(Component.TRAIN_WEIGHTS, weight_bytes)]
-        if settings.trainable:
-            sizes += [(Component.GRADIENTS, weight_bytes), (Component.OPTIMIZER, 2 * weight_bytes)]
-        self.regions: dict[Component, Region] = {component: device.region(size) for component, size in sizes}
-        sizes.append((Component.ROLLOUT_WEIGHTS, slot_bytes))
-        self.settings = settings
-        self.layout = state_layout(sizes, trainer.parameter_count)
-        self.ledger = ComponentLedger(deployment_id, self.layout)
-        self.image: ByteArray | None = None
-        self.content_key = ""
-        self.tokenizer = None if settings.tokenizer_file is None else Tokenizer.from_file(settings.tokenizer_file)
-        self._element_count = trainer.element_count
-
-    def flat(self, component: Component) -> torch.Tensor:
-        """A component as flat float32 (the optimizer: see `moments`)."""
-        return self.regions[component].pieces[0].view(torch.float32)[: self._element_count]
-
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adam's first and second moment, flat float32."""
-        first, second = self.regions[Component.OPTIMIZER].pieces[0].view(torch.float32).chunk(2)
-        return first[: self._element_count], second[: self._element_count]
 
 
 class VllmTorchEngine:
@@ -134,7 +97,7 @@ class VllmTorchEngine:
         self._threads = torch.get_num_threads()
         if self._threads != settings.threads:
             raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
-        self._deployments: dict[str, _Deployment] = {}
+        self._deployments: dict[str, Deployment] = {}
         self._slot_owner: str | None = None
         self._holds_device = True
         self._content_numbers = itertools.count(1)
@@ -160,7 +123,7 @@ class VllmTorchEngine:
             if settings.micro_batch_tokens < 1:
                 raise InvalidArgument("micro_batch_tokens must be at least 1")
             slot_bytes = self._generator.slot_bytes
-            known = _Deployment(deployment_id, settings, self._trainer, slot_bytes, self._device)
+            known = Deployment(deployment_id, settings, self._trainer, slot_bytes, self._device)
             self._deployments[deployment_id] = known
         elif known.settings != settings:
             raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
@@ -170,13 +133,14 @@ class VllmTorchEngine:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "initialize")
         self._claim_slot(deployment_id)
-        source = self._base_weights(base)
+        tensors = self._read_base(base) if isinstance(base, DirectoryBase) else None
         self._take(deployment)
         flat = deployment.flat(Component.TRAIN_WEIGHTS)
-        if isinstance(source, int):
-            self._trainer.random_weights(source, flat)
-        else:
-            self._trainer.copy_weights(source, flat)
+        match base:
+            case InitBase(seed):
+                self._trainer.random_weights(seed, flat)
+            case DirectoryBase():
+                self._trainer.copy_weights(tensors or {}, flat)
         self._fill_slot(deployment)
         deployment.ledger.write(Component.TRAIN_WEIGHTS)
         if deployment.settings.trainable:
@@ -208,7 +172,7 @@ class VllmTorchEngine:
             if ledger.is_dirty(component) and ledger.is_zero(component):
                 ledger.park(component, 0)
             elif ledger.is_dirty(component):
-                place = _place(deployment, component)
+                place = deployment.place(component)
                 ledger.park(component, self._device.park(self._pieces(deployment, component), place))
                 moved += place.size
             control.progress(moved, deployment.layout.host_bytes)
@@ -239,7 +203,7 @@ class VllmTorchEngine:
                     piece.zero_()
             else:
                 checksum = self._device.unpark(
-                    _place(deployment, copy.component), self._pieces(deployment, copy.component)
+                    deployment.place(copy.component), self._pieces(deployment, copy.component)
                 )
                 moved += place.size_bytes
                 if checksum != copy.checksum:
@@ -414,7 +378,7 @@ class VllmTorchEngine:
             self.drop(deployment_id)
         self._generator.close()
 
-    def _load_training(self, deployment: _Deployment, manifest: checkpoints.Manifest) -> None:
+    def _load_training(self, deployment: Deployment, manifest: checkpoints.Manifest) -> None:
         moments = load_file(manifest.directory / checkpoints.OPTIMIZER_FILE)
         for prefix, flat in zip(("exp_avg.", "exp_avg_sq."), deployment.moments(), strict=True):
             tensors = {name.removeprefix(prefix): moments[name] for name in moments if name.startswith(prefix)}
@@ -428,62 +392,56 @@ class VllmTorchEngine:
             gradients.zero_()
             deployment.ledger.write(Component.GRADIENTS, zero=True)
 
-    def _base_weights(self, base: Base) -> int | dict[str, torch.Tensor]:
-        """The seed of a base, or its tensors, checked against the architecture."""
-        match base:
-            case InitBase(seed):
-                return seed
-            case DirectoryBase(path):
-                directory = Path(path)
-                try:
-                    _require_same_model((directory / checkpoints.CONFIG_FILE).read_text(), self._settings.config_json)
-                    tensors: dict[str, torch.Tensor] = {}
-                    for file in checkpoints.weight_files(directory):
-                        with safe_open(file, framework="pt") as opened:
-                            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                except (OSError, SafetensorError, ValueError, KeyError) as error:
-                    raise InvalidArgument(f"{path}: cannot read its weights: {error}") from error
-                for view in self._trainer.parameters:
-                    if view.name not in tensors:
-                        raise InvalidArgument(f"{path}: has no tensor {view.name}, which the architecture needs")
-                    if tensors[view.name].shape != view.shape:
-                        shape = list(tensors[view.name].shape)
-                        raise InvalidArgument(f"{path}: {view.name} has shape {shape}, want {list(view.shape)}")
-                return tensors
+    def _read_base(self, base: DirectoryBase) -> dict[str, torch.Tensor]:
+        """A directory's tensors. Raises InvalidArgument unless they are this architecture's."""
+        directory = Path(base.path)
+        try:
+            stated = (directory / checkpoints.CONFIG_FILE).read_text()
+            model_config.require_same(stated, self._settings.config_json)
+            tensors: dict[str, torch.Tensor] = {}
+            for file in checkpoints.weight_files(directory):
+                tensors |= load_file(file)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise InvalidArgument(f"{directory}: cannot read its weights: {error}") from error
+        for view in self._trainer.parameters:
+            if view.name not in tensors:
+                raise InvalidArgument(f"{directory}: has no tensor {view.name}, which the architecture needs")
+            if tensors[view.name].shape != view.shape:
+                shape = list(tensors[view.name].shape)
+                raise InvalidArgument(f"{directory}: {view.name} has shape {shape}, want {list(view.shape)}")
+        return tensors
 
     def _named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {view.name: view.of(flat) for view in self._trainer.parameters}
 
     def _conditions(self) -> dict[str, str]:
-        stated = json.loads(self._settings.config_json)
-        config = {key: value for key, value in stated.items() if key not in _COSMETIC_CONFIG_KEYS}
         return {
             "engine": "vllm_torch",
-            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+            "config_sha256": model_config.sha256(self._settings.config_json),
             "precision": self._settings.precision.value,
             "device_kind": self._device.kind,
             "threads": str(self._threads),
         }
 
-    def _deployment(self, deployment_id: str) -> _Deployment:
+    def _deployment(self, deployment_id: str) -> Deployment:
         try:
             return self._deployments[deployment_id]
         except KeyError:
             raise UnknownDeployment(f"{deployment_id} is not declared in this engine") from None
 
-    def _on_device(self, deployment_id: str, function: str) -> _Deployment:
+    def _on_device(self, deployment_id: str, function: str) -> Deployment:
         deployment = self._deployment(deployment_id)
         if not self._holds_device:
             raise DeviceNotHeld(f"{function}: the engine has released the device")
         return deployment
 
-    def _trainable(self, deployment_id: str, function: str) -> _Deployment:
+    def _trainable(self, deployment_id: str, function: str) -> Deployment:
         deployment = self._on_device(deployment_id, function)
         if not deployment.settings.trainable:
             raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
         return deployment
 
-    def _rollout(self, deployment_id: str, weights_version: int, function: str) -> _Deployment:
+    def _rollout(self, deployment_id: str, weights_version: int, function: str) -> Deployment:
         deployment = self._on_device(deployment_id, function)
         deployment.ledger.require([Component.ROLLOUT_WEIGHTS], function)
         held = deployment.ledger.rollout_version
@@ -501,25 +459,25 @@ class VllmTorchEngine:
         self._slot_owner = deployment_id
         return f"{deployment_id}#{next(self._content_numbers)}"
 
-    def _fill_slot(self, deployment: _Deployment, *, from_training: bool = True) -> None:
+    def _fill_slot(self, deployment: Deployment, *, from_training: bool = True) -> None:
         if from_training:
             self._generator.fill(self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
         deployment.content_key = self._new_content_key(deployment.ledger.deployment_id)
         deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
 
-    def _pieces(self, deployment: _Deployment, component: Component) -> list[torch.Tensor]:
+    def _pieces(self, deployment: Deployment, component: Component) -> list[torch.Tensor]:
         if component is Component.ROLLOUT_WEIGHTS:
             return self._generator.slot_pieces
         return list(deployment.regions[component].pieces)
 
-    def _take(self, deployment: _Deployment) -> None:
+    def _take(self, deployment: Deployment) -> None:
         """Takes the memory of all components, to be filled anew: nothing or all of it. Raises OutOfMemory."""
         taken: list[Component] = []
         for component in deployment.ledger.existing(TRAIN_COMPONENTS):
             if not deployment.ledger.resident([component]):
                 self._take_component(deployment, component, taken)
 
-    def _take_component(self, deployment: _Deployment, component: Component, taken: list[Component]) -> None:
+    def _take_component(self, deployment: Deployment, component: Component, taken: list[Component]) -> None:
         """Takes one component's memory; when there is none, gives back those in `taken` and raises OutOfMemory."""
         try:
             if component is not Component.ROLLOUT_WEIGHTS:
@@ -530,7 +488,7 @@ class VllmTorchEngine:
             raise
         taken.append(component)
 
-    def _release(self, deployment: _Deployment, component: Component) -> None:
+    def _release(self, deployment: Deployment, component: Component) -> None:
         if component is Component.ROLLOUT_WEIGHTS:
             self._slot_owner = None
             self._generator.release_slot()
@@ -539,49 +497,11 @@ class VllmTorchEngine:
             deployment.regions[component].release()
         deployment.ledger.evict(component)
 
-    def _detach(self, deployment: _Deployment) -> None:
+    def _detach(self, deployment: Deployment) -> None:
         if deployment.image is not None:
             self._device.unpin(deployment.image)
             deployment.image = None
         deployment.ledger.forget_image()
-
-
-def _place(deployment: _Deployment, component: Component) -> ByteArray:
-    """A component's bytes in the host image."""
-    if deployment.image is None:
-        raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
-    place = deployment.ledger.place(component)
-    return deployment.image[place.offset : place.offset + place.size_bytes]
-
-
-def _read_config(config_json: str) -> PretrainedConfig:
-    """The configuration of one dense causal language model, dropout off. Raises InvalidArgument, Unsupported."""
-    try:
-        values: dict[str, Any] = json.loads(config_json)
-        model_type, architectures = str(values["model_type"]), values["architectures"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument(f"config_json needs model_type and architectures: {error!r}") from error
-    if not isinstance(architectures, list) or len(architectures) != 1:
-        raise InvalidArgument(f"config_json must name exactly one architecture, not {architectures}")
-    rest = {key: value for key, value in values.items() if key != "model_type"}
-    try:
-        config = AutoConfig.for_model(model_type, **rest)
-    except ValueError as error:
-        raise Unsupported(f"model_type {model_type} is not known to this transformers") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise Unsupported(f"{architectures[0]} is not a causal language model")
-    for key, value in config.to_dict().items():
-        if key.endswith(("dropout", "_pdrop")) and value:
-            setattr(config, key, 0.0)
-    return config
-
-
-def _require_same_model(directory_json: str, engine_json: str) -> None:
-    """Raises InvalidArgument unless two config.json describe the same computation."""
-    theirs, ours = json.loads(directory_json), json.loads(engine_json)
-    different = [key for key in sorted({*theirs, *ours} - _COSMETIC_CONFIG_KEYS) if theirs.get(key) != ours.get(key)]
-    if different:
-        raise InvalidArgument(f"config.json differs from the engine's in {', '.join(different)}")
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
