@@ -14,8 +14,8 @@ from plexrl.demo.report import Report
 
 SEED = 0
 ALONE_STEPS = 15
-SHARED_STEPS = 42
-HOLD_STEPS = 8
+SHARED_STEPS = 38
+HOLD_STEPS = 6
 # A model of 300k parameters has 6.0 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
 DEVICE_STATE_BYTES = 7_500_000
 KV_CACHE_BYTES = "64M"
