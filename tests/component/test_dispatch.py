@@ -372,6 +372,25 @@ async def test_nothing_is_told_before_it_is_durable() -> None:
         await watch.aclose()  # type: ignore[attr-defined]
 
 
+async def test_outcomes_heard_out_of_order_never_move_a_sequence_backwards() -> None:
+    """G20: after a broken stream an earlier call may be heard of behind a later one; the next call still runs."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        for sequence, spec in enumerate([specs.forward_backward(), specs.optim_step(), specs.sync()], start=1):
+            await leader.submit(model, spec, sequence)
+        await leader.settle()
+        for report in reversed(leader.worker.run()):
+            if report.WhichOneof("event") != "started":
+                await leader.dispatcher.reports_came(worker_id, 1, [report])
+        heard = leader.core.ledger.models[model.model_id]
+        assert (heard.applied_sequence, heard.due_sequence, heard.weights_version) == (3, 4, 3)
+        next_call = await leader.submit(model, specs.optim_step(), 4)
+        await leader.work()
+        assert call_of(leader, next_call.call_id).state is CallState.SUCCEEDED
+        assert call_of(leader, next_call.call_id).attempt == 1
+
+
 class GatedStore(MemoryStore):
     """Commits only while the gate is open."""
 

@@ -171,10 +171,10 @@ class NonFinite(WorkerError):
 
 
 class Cancelled(WorkerError):
-    """The call was stopped by an abort order; nothing was applied."""
+    """The call was stopped by an abort order; nothing was applied. Who wanted that, and why, the controller knows."""
 
     code = code_pb2.CANCELLED
-    reason = "CANCELLED_BY_CLIENT"
+    reason = "CANCELLED"
 
 
 class EngineFailed(WorkerError):

@@ -328,10 +328,5 @@ class _Throttled:
 
 
 def _call_of(order: w.Order) -> r.CallAttempt | None:
-    match order.WhichOneof("action"):
-        case "run_call":
-            return order.run_call.call
-        case "abort":
-            return order.abort.call
-        case _:
-            return None
+    """The execution that an order's reports speak of. An abort's name none: being heard is not how a call ended."""
+    return order.run_call.call if order.HasField("run_call") else None

@@ -477,7 +477,7 @@ class Report(_message.Message):
     """The life that says it."""
     @_builtins.property
     def call(self) -> _registry_pb2.CallAttempt:
-        """run_call and abort: which execution."""
+        """run_call: which execution. An abort's report names none: being heard is not how the call ended."""
 
     @_builtins.property
     def started(self) -> Global___OrderStarted:

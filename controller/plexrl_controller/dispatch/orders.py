@@ -17,10 +17,17 @@ class OrderBook:
         self.term = term
         self._numbers = count(1)
         self._models: dict[int, ModelId] = {}
+        self._swaps: set[int] = set()
 
     def model_of(self, order_id: int) -> ModelId | None:
         """The model of a deploy or drop order that has not been settled; asking settles it."""
         return self._models.pop(order_id, None)
+
+    def was_swap(self, order_id: int) -> bool:
+        """Whether an order that has not been settled is a residency change; asking settles it."""
+        known = order_id in self._swaps
+        self._swaps.discard(order_id)
+        return known
 
     def deploy(self, model: Model, incarnation: int) -> worker_pb2.Order:
         """Build the model, or restore it from the checkpoint that holds its state."""
@@ -52,6 +59,7 @@ class OrderBook:
         """Change residency."""
         order = self._order(incarnation)
         order.swap_weights.CopyFrom(worker_pb2.SwapWeightsOrder(evict_model_ids=evict, load_model_id=load or ""))
+        self._swaps.add(order.order_id)
         return order
 
     def run(self, call: Call, spec: types_pb2.CallSpec, after_sequence: int) -> worker_pb2.Order:

@@ -153,7 +153,17 @@ class ReportRecorder:
         )
 
     def _advance(self, batch: Batch, model: Model, call: Call, result: types_pb2.CallResult) -> None:
-        """Moves the model's place in its sequence, and what is known of its state."""
+        """Moves the model's place in its sequence, and what is known of its state.
+
+        Never backwards: after a break of the stream, a call's outcome can be heard after that of a later one, which the
+        worker applied after it. What the later one said of the state stands then.
+        """
+        if call.sequence < model.applied_sequence:
+            if call.kind is CallKind.SAVE_CHECKPOINT:
+                self._committed(batch, model, call, result.save_checkpoint.checkpoint)
+            elif call.kind is CallKind.OPTIM_STEP:
+                batch.update(model, step=max(model.step, result.optim_step.step))
+            return
         step, version, restore = model.step, model.weights_version, model.restore_checkpoint_id
         if call.kind in _CHANGES_TRAINING_STATE:
             restore = None
@@ -203,7 +213,7 @@ class ReportRecorder:
         ledger = self._core.ledger
         model_id = self._core.orders.model_of(report.order_id)
         error = wire.error_info(report.finished.error)
-        if model_id is None:
+        if self._core.orders.was_swap(report.order_id):
             ledger.groups[worker_id].swap_failed = error is not None
         if model_id is None or (model := ledger.models.get(model_id)) is None:
             if error is not None:
