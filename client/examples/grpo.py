@@ -13,18 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import plexrl
+from examples.letters import Problem, encode, rewards
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCABULARY = "_" + LETTERS + ",=."  # token id 0 is never used; "." ends an answer
 MAX_LOGPROB_GAP = 2e-4  # between generator and trainer, in float32
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A prompt and its only right answer."""
-
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -73,14 +64,6 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def encode(text: str) -> list[int]:
-    return [VOCABULARY.index(letter) for letter in text]
-
-
-def decode(token_ids: Sequence[int] | np.ndarray) -> str:
-    return "".join(VOCABULARY[token] if token < len(VOCABULARY) else "?" for token in token_ids)
-
-
 def problems(task: Task, count: int, seed: int, *, held_out: bool = False) -> list[Problem]:
     """Draws problems; one in eight belongs to the held-out set, whatever the seed, and is never trained on."""
     draws = random.Random(seed)
@@ -90,12 +73,6 @@ def problems(task: Task, count: int, seed: int, *, held_out: bool = False) -> li
         if (seed_of("split", problem.prompt) % 8 == 0) == held_out:
             found.append(problem)
     return found
-
-
-def rewards(batch: Sequence[Problem], completions: plexrl.Completions, n: int) -> np.ndarray:
-    """float32 [prompts, n]: 1 where the completion is the answer, letter by letter."""
-    right = [decode(tokens) == batch[i // n].answer + "." for i, tokens in enumerate(completions.token_ids)]
-    return np.array(right, np.float32).reshape(-1, n)
 
 
 def sample(policy: plexrl.Model, task: Task, batch: Sequence[Problem], n: int, seed: int) -> plexrl.Completions:

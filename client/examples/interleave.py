@@ -4,6 +4,7 @@ import random
 
 import plexrl
 from examples import grpo
+from examples.letters import LETTERS, Problem
 
 # A Qwen3 of about 300,000 parameters.
 CONFIG: dict[str, object] = {
@@ -26,10 +27,10 @@ CONFIG: dict[str, object] = {
 }
 
 
-def draw(draws: random.Random) -> grpo.Problem:
+def draw(draws: random.Random) -> Problem:
     length = draws.randint(2, 4)
-    first, second = ("".join(draws.choices(grpo.LETTERS, k=length)) for _ in range(2))
-    return grpo.Problem(f"{first},{second}=", "".join(a + b for a, b in zip(first, second, strict=True)))
+    first, second = ("".join(draws.choices(LETTERS, k=length)) for _ in range(2))
+    return Problem(f"{first},{second}=", "".join(a + b for a, b in zip(first, second, strict=True)))
 
 
 TASK = grpo.Task("interleave", CONFIG, draw, max_tokens=10)

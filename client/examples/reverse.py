@@ -4,6 +4,7 @@ import random
 
 import plexrl
 from examples import grpo
+from examples.letters import LETTERS, Problem
 
 # A Llama of about 300,000 parameters.
 CONFIG: dict[str, object] = {
@@ -26,9 +27,9 @@ CONFIG: dict[str, object] = {
 }
 
 
-def draw(draws: random.Random) -> grpo.Problem:
-    word = "".join(draws.choices(grpo.LETTERS, k=draws.randint(4, 7)))
-    return grpo.Problem(f"{word}=", word[::-1])
+def draw(draws: random.Random) -> Problem:
+    word = "".join(draws.choices(LETTERS, k=draws.randint(4, 7)))
+    return Problem(f"{word}=", word[::-1])
 
 
 TASK = grpo.Task("reverse", CONFIG, draw, max_tokens=9)
