@@ -112,7 +112,9 @@ def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
 def _fail_successors(batch: Batch, call: Call) -> None:
     ledger = batch.ledger
     model = ledger.models.get(call.model_id)
-    if model is None or not call.kind.sequenced or model.failed_sequence or call.sequence < model.due_sequence:
+    if model is None or not call.kind.sequenced or call.sequence < model.due_sequence:
+        return
+    if model.failed_sequence and call.sequence > model.failed_sequence:
         return
     batch.update(model, failed_sequence=call.sequence)
     message = (

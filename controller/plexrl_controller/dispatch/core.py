@@ -7,7 +7,7 @@ has it; scheduling may look at memory at once, because what it decides is writte
 import asyncio
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -72,30 +72,37 @@ class Core:
         return Batch(self.ledger, self.clock.now())
 
     async def commit(self, batch: Batch) -> None:
-        """Makes a batch durable, then releases its effects. Raises LeadershipLost when another controller leads."""
-        durable = self.post(batch)
-        await durable
-        self.release(batch)
+        """Makes a batch durable; its effects are released then. Raises LeadershipLost when another controller leads.
+
+        Whoever waits here may be cancelled, as the rpc of a client that went away is: the batch takes effect anyway.
+        """
+        await asyncio.shield(self.post(batch))
 
     def post(self, batch: Batch) -> asyncio.Future[None]:
-        """Queues a batch for the store and wakes the groups that it concerns; the caller releases its effects."""
+        """Queues a batch for the store and wakes the groups that it concerns; its effects follow once it is durable.
+
+        Await the future through `asyncio.shield`: cancelling it would lose the effects.
+        """
         settle(batch)
-        for effect, record in batch.effects:
-            if effect is Effect.DELIVER and isinstance(record, Call):
-                self.undurable[record.call_id] = record.revision
+        changed = batch.changed_calls()
+        for call in changed:
+            self.undurable[call.call_id] = call.revision
         durable = self.writer.post(batch.changes())
         for _, record in batch.take(Effect.WAKE_GROUP):
             for worker_id in self._workers_of(record):
                 self.wake(worker_id)
+        if changed or batch.effects:
+            durable.add_done_callback(lambda done: None if done.exception() else self._release(batch, changed))
         return durable
 
-    def release(self, batch: Batch) -> None:
+    def _release(self, batch: Batch, changed: Sequence[Call]) -> None:
         """Performs the outward effects of a durable batch."""
+        for call in changed:
+            if self.undurable.get(call.call_id, 0) <= call.revision:
+                self.undurable.pop(call.call_id, None)
         for effect, record in batch.effects:
             match effect, record:
                 case Effect.DELIVER, Call():
-                    if self.undurable.get(record.call_id, 0) <= record.revision:
-                        self.undurable.pop(record.call_id, None)
                     self.hub.publish(record)
                 case Effect.SEND_ABORT, Call():
                     self._abort(record)
@@ -119,10 +126,7 @@ class Core:
         if worker is None or worker.state is WorkerState.LOST:
             batch = self.batch()
             batch.transition(self.ledger.models[model.model_id], ModelEvent.DROPPED)
-            durable = self.post(batch)
-            durable.add_done_callback(
-                lambda done: None if done.cancelled() or done.exception() else self.release(batch)
-            )
+            self.post(batch)
             return
         self.transport.send(worker.worker_id, [self.orders.drop(model.model_id, worker.incarnation)])
 

@@ -154,9 +154,10 @@ class Ledger:
         return self.accounts.get(job_id, Account(job_id))
 
     def pending_version(self, model: Model) -> int:
-        """The newest version that is made or submitted."""
+        """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
-        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        end = model.failed_sequence or model.last_sequence + 1
+        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
         return max((*made, model.weights_version))
 
     def forget_call(self, call: Call) -> None:
@@ -296,6 +297,11 @@ class Batch:
         """Remembers a request's key and outcome."""
         self.ledger.requests[request.scope, request.request_id] = request
         self._requests.append(request)
+
+    def changed_calls(self) -> list[Call]:
+        """Calls that this batch accepts or of which there is something to tell, each as it last told of it."""
+        accepted = [record for record in self._inserts.values() if isinstance(record, Call)]
+        return accepted + [r for effect, r in self.effects if effect is Effect.DELIVER and isinstance(r, Call)]
 
     def take(self, *wanted: Effect) -> list[tuple[Effect, Record]]:
         """Removes and returns the effects of the given kinds."""

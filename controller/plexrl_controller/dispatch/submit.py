@@ -57,15 +57,14 @@ async def submit(core: Core, submission: Submission) -> Call:
     if known is not None:
         return await _known_call(core, submission, *known)
     assert accepted is not None
-    batch, call, durable = accepted
+    call, durable = accepted
     if model.worker_id is not None:
         core.wake(model.worker_id)
-    await durable
-    core.release(batch)
+    await asyncio.shield(durable)
     return ledger.calls.get(call.call_id, call)
 
 
-async def _write_and_post(core: Core, submission: Submission) -> tuple[Batch, Call, asyncio.Future[None]]:
+async def _write_and_post(core: Core, submission: Submission) -> tuple[Call, asyncio.Future[None]]:
     """Writes the arguments, then accepts: from the check to the posting nothing waits."""
     payload = await core.keep(submission.spec_bytes, submission.model.tenant)
     try:
@@ -73,7 +72,7 @@ async def _write_and_post(core: Core, submission: Submission) -> tuple[Batch, Ca
     except ControllerError:
         await core.unkeep(submission.model.tenant, payload)
         raise
-    return batch, call, core.post(batch)
+    return call, core.post(batch)
 
 
 def _accept(core: Core, submission: Submission, payload: Payload) -> tuple[Batch, Call]:
@@ -126,8 +125,13 @@ async def acknowledge(core: Core, job: Job, call_ids: Sequence[str]) -> None:
         done.append(call)
     for call in done:
         core.ledger.forget_call(call)
+    # A client that goes away meanwhile must not leave payloads behind that nobody refers to.
+    await asyncio.shield(_commit_and_unkeep(core, batch, done))
+
+
+async def _commit_and_unkeep(core: Core, batch: Batch, calls: Sequence[Call]) -> None:
     await core.commit(batch)
-    for call in done:
+    for call in calls:
         await core.unkeep(call.tenant, call.spec, call.result)
 
 
@@ -195,7 +199,7 @@ def _place_in_sequence(batch: Batch, model: Model, submission: Submission) -> in
             message="being rebuilt to load a checkpoint",
         )
         return 0
-    if model.failed_sequence:
+    if model.failed_sequence and sequence >= model.failed_sequence:
         raise FailedPrecondition(
             f"sequence {model.failed_sequence} of model {model.name} ended other than SUCCEEDED; call ResumeSequence",
             reason="PREDECESSOR_FAILED",
@@ -255,8 +259,6 @@ def _resolve_version(batch: Batch, model: Model, submission: Submission) -> int:
             )
         case _:
             pass
-    if model.failed_sequence and newest > model.weights_version:
-        return model.weights_version
     return newest
 
 
