@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.scheduling.policy import HoldRule, Policy
 
 _PREFIX = "PLEXRL_CONTROLLER_"
 POLICIES = {"fifo": Policy(hold=HoldRule.SKI_RENTAL), "hold": Policy(hold=HoldRule.ITERATION)}
