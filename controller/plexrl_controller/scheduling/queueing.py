@@ -3,7 +3,7 @@
 Every member is a class of its own with one customer: it works on the group for `busy_s` and stays away for the rest
 of its iteration. Mean value analysis (Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain queuing
 networks") over the subsets of the members: in the set S, member j finds on arrival the mean queue Q of S without j, so
-it spends `R_j = D_j (1 + Q(S - j))` there, its rate is `X_j = 1 / (Z_j + R_j)`, and `Q(S)` is the sum of `X_j R_j` (Little).
+it spends `R_j = D_j (1 + Q(S - j))` there, its rate is `X_j = 1 / (Z_j + R_j)`, and `Q(S)` is the sum of `X_j R_j`.
 """
 
 from collections.abc import Sequence
