@@ -1,7 +1,7 @@
 """The store's twin in memory, for tests and simulation: the same guards and answers, nothing on disk."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,13 +19,12 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.domain.states import CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models
 from plexrl_controller.store.batch import RowWrites, Update, changed_fixed_fields, coalesce, record_id
-from plexrl_controller.store.paging import Position, decode_page, encode_cursor
+from plexrl_controller.store.paging import Position, newest_first
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
 
-R = TypeVar("R", Job, Call)
 _INTERVAL_BATCH = 1000
 
 UniqueKey = tuple[str, ...]
@@ -64,11 +63,16 @@ class MemoryStore:
     async def load(self) -> LiveState:
         live_jobs = {job.job_id for job in self._jobs.values() if _job_live(job)}
         live_models = {model.model_id for model in self._models.values() if _model_live(model)}
-        held = [call for call in self._calls.values() if _call_live(call) or not call.acknowledged]
+        held = [
+            call
+            for call in self._calls.values()
+            if call.state is CallState.CANCELLING
+            or (call.job_id in live_jobs and (_call_live(call) or not call.acknowledged))
+        ]
         return LiveState(
             jobs=_oldest_first(job for job in self._jobs.values() if job.job_id in live_jobs),
             models=_oldest_first(model for model in self._models.values() if model.model_id in live_models),
-            calls=_oldest_first(call for call in held if _call_live(call) or call.job_id in live_jobs),
+            calls=_oldest_first(held),
             tombstones=tuple(
                 Tombstone(call.job_id, call.request_id, call.request_hash, call.call_id)
                 for call in _oldest_first(self._calls.values())
@@ -116,21 +120,15 @@ class MemoryStore:
         return self._checkpoints.get(checkpoint_id)
 
     async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
-        return _page(
+        return newest_first(
             self._jobs.values(),
             page,
             lambda job: tenant in (None, job.tenant) and (_job_live(job) or not live_only),
         )
 
-    async def list_calls(
-        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
-    ) -> Listing[Call]:
-        listing = _page(
-            self._calls.values(),
-            page,
-            lambda call: (
-                tenant in (None, call.tenant) and job_id in (None, call.job_id) and (_call_live(call) or not live_only)
-            ),
+    async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
+        listing = newest_first(
+            self._calls.values(), page, lambda call: tenant in (None, call.tenant) and job_id in (None, call.job_id)
         )
         return Listing(tuple(replace(call, spec=None, result=None) for call in listing.items), listing.next)
 
@@ -242,14 +240,6 @@ def _oldest_first(records: Iterable[T]) -> tuple[T, ...]:
     return tuple(sorted(records, key=_position))
 
 
-def _page(records: Iterable[R], page: Page, wanted: Callable[[R], bool]) -> Listing[R]:
-    start = decode_page(page)
-    newest_first = sorted((r for r in records if wanted(r)), key=_position, reverse=True)
-    rest = [r for r in newest_first if start is None or _position(r) < start]
-    items = tuple(rest[: page.size])
-    return Listing(items, encode_cursor(_position(items[-1])) if len(rest) > page.size else None)
-
-
 def _unique_keys(record: Record) -> Iterable[UniqueKey]:
     match record:
         case Job() if _job_live(record):
@@ -268,8 +258,5 @@ def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
     match record:
         case Model():
             yield Job, record.job_id
-        case Call():
-            yield Job, record.job_id
-            yield Model, record.model_id
-        case Checkpoint():
+        case Call() | Checkpoint():
             yield Model, record.model_id

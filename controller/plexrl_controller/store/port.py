@@ -142,10 +142,8 @@ class Store(Protocol):
         """Jobs of a tenant (None: of all), newest first."""
         ...
 
-    async def list_calls(
-        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
-    ) -> Listing[Call]:
-        """Calls without spec and result, newest first."""
+    async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
+        """Calls without spec and result, newest first. Those that are live the leader knows from memory."""
         ...
 
     async def list_checkpoints(self, model_id: ModelId) -> Sequence[Checkpoint]:
