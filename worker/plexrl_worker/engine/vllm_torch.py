@@ -166,21 +166,20 @@ class VllmTorchEngine:
         deployment = self._deployment(deployment_id)
         ledger = deployment.ledger
         used_bytes = self._device.used_bytes()
-        moved = 0
         leaving = ledger.resident(components)
-        for component in leaving:
-            if ledger.is_dirty(component) and ledger.is_zero(component):
-                ledger.park(component, 0)
-            elif ledger.is_dirty(component):
-                place = deployment.place(component)
-                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
-                moved += place.size
-            control.progress(moved, deployment.layout.host_bytes)
+        moved = self._park(deployment, leaving, control)
         for component in leaving:
             self._release(deployment, component)
         self._device.trim()
         released = used_bytes - self._device.used_bytes()
         return SwapReport(moved, released, time.monotonic() - started_s, ledger.parked_state())
+
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        moved = self._park(deployment, deployment.ledger.resident(components), control)
+        return SwapReport(moved, 0, time.monotonic() - started_s, deployment.ledger.parked_state())
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
@@ -487,6 +486,19 @@ class VllmTorchEngine:
                 self._release(deployment, earlier)
             raise
         taken.append(component)
+
+    def _park(self, deployment: Deployment, components: Collection[Component], control: Control) -> int:
+        """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
+        ledger, moved = deployment.ledger, 0
+        for component in components:
+            if ledger.is_dirty(component) and ledger.is_zero(component):
+                ledger.park(component, 0)
+            elif ledger.is_dirty(component):
+                place = deployment.place(component)
+                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
+                moved += place.size
+            control.progress(moved, deployment.layout.host_bytes)
+        return moved
 
     def _release(self, deployment: Deployment, component: Component) -> None:
         if component is Component.ROLLOUT_WEIGHTS:
