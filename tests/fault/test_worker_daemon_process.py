@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def lives(pid: int) -> bool:
         return False
 
 
+def first_child(pid: int) -> int:
+    """Waits until a process has one."""
+    end_s = time.monotonic() + _START_LIMIT_S
+    while not (children := psutil.Process(pid).children()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return children[0].pid
+
+
 async def engine_pid(channel: aio.Channel) -> int:
     status = await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(w.GetStatusRequest(), metadata=METADATA)
     return status.engines[0].pid
@@ -165,13 +175,11 @@ async def test_an_engine_killed_at_its_birth_with_its_daemon_is_reaped_by_the_ne
             slow = fake_config({"function": "start", "fault": "slow", "delay_s": 60})
             await orders.send(deploy=deploy("m1", config_json=slow))
             engines = tmp_path / "state" / "engines"
-            async with asyncio.timeout(_START_LIMIT_S):
-                while not (children := psutil.Process(daemon.pid).children()):
-                    await asyncio.sleep(0.01)
+            child = await asyncio.to_thread(first_child, daemon.pid)
             daemon.process.kill()
             await daemon.wait()
         async with registered(tmp_path, registry, address):
-            assert not lives(children[0].pid)
+            assert not lives(child)
             assert list(engines.iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """Starts, watches and ends the engine children, one per engine key; each has a directory, which is also its record.
 
-A child's directory is made before the child, and its path is among the child's arguments: whatever moment the daemon dies
-in, the next life finds both the child and what it left.
+A child's directory is made before the child, and its path is among the child's arguments: whatever moment the daemon
+dies in, the next life finds both the child and what it left.
 
 Knows processes; what they compute, and whose state dies with them, is for its callers.
 """

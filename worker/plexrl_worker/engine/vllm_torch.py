@@ -63,7 +63,10 @@ from plexrl_worker.engine.trainer import Trainer
 
 
 def start(settings: EngineSettings, directory: Path | None = None) -> "VllmTorchEngine":
-    """Starts the engine; `directory` is its own, to write to. Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run."""
+    """Starts the engine; `directory` is its own, to write to.
+
+    Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run.
+    """
     torch.set_num_threads(settings.threads)
     transformers.utils.logging.set_verbosity_error()
     try:
