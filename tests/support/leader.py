@@ -109,6 +109,7 @@ async def running_leader(
     worker: WorkerDouble | None = None,
     clock: ManualClock | None = None,
     policy: Policy | None = None,
+    payloads: MemoryPayloadStore | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
     store, worker = store or MemoryStore(), worker or WorkerDouble()
@@ -119,7 +120,7 @@ async def running_leader(
     core = Core(
         store=store,
         writer=writer,
-        payloads=MemoryPayloadStore(),
+        payloads=payloads or MemoryPayloadStore(),
         transport=transport,
         clock=clock,
         term=term,

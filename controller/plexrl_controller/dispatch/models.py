@@ -70,6 +70,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         worker_incarnation=core.ledger.workers[worker_id].incarnation,
         restore_checkpoint_id=RESTORE_BASE,
     )
+    core.uploads.hold_base(model)
     batch.insert(model)
     remember(batch, key, model.model_id)
     await core.commit(batch)
