@@ -230,7 +230,7 @@ class EngineConformance:
 
     # Training.
 
-    @pytest.mark.parametrize("loss", [LossName.IMPORTANCE_SAMPLING, LossName.PPO, LossName.GRPO])
+    @pytest.mark.parametrize("loss", [LossName.IMPORTANCE_SAMPLING, LossName.PPO, LossName.GRPO, LossName.CISPO])
     def test_linear_reproduces_any_loss(self, make_model: Callable[..., Model], loss: LossName, tmp_path: Path) -> None:
         model = make_model()
         given = policy_batch(model, 20)

@@ -56,6 +56,7 @@ class ModelHost:
         self.machine_type = machine.machine_type(settings.device)
         self.supervisor = EngineSupervisor(
             settings.engine,
+            settings.device,
             settings.state_dir / "engines",
             start_limit_s=settings.engine_start_timeout_s,
             hang_limit_s=settings.hang_timeout_s,

@@ -67,6 +67,7 @@ class LossName(StrEnum):
     IMPORTANCE_SAMPLING = "importance_sampling"
     PPO = "ppo"
     GRPO = "grpo"
+    CISPO = "cispo"
     LINEAR = "linear"
 
 
