@@ -18,6 +18,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
+from plexrl_worker.engine.port import TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
@@ -32,7 +33,6 @@ from plexrl_worker.systemd_notify import notify, watchdog_interval_s
 
 _log = structlog.get_logger(__name__)
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _STOP_GRACE_S = 1.0
 VERSION = package_metadata.version("plexrl")
 
@@ -152,7 +152,7 @@ class WorkerDaemon:
     def capabilities(self) -> r.WorkerCapabilities:
         """What this worker can do."""
         return r.WorkerCapabilities(
-            architectures=_ARCHITECTURES,
+            architectures=TESTED_ARCHITECTURES,
             call_kinds=[kind for kind in t.CallKind.values() if kind],
             losses=[loss for loss in t.Loss.values() if loss],
             precisions=[precision for precision in m.Precision.values() if precision],

@@ -48,6 +48,7 @@ class ModelHost:
         self.checkpoints = checkpoints
         self.supervisor = EngineSupervisor(
             settings.engine,
+            settings.device,
             settings.state_dir / "engines",
             start_limit_s=settings.engine_start_timeout_s,
             hang_limit_s=settings.hang_timeout_s,

@@ -32,7 +32,6 @@ class Dispatcher:
         core = self.core
         core.ledger.restore(await core.store.load(), core.clock.now())
         core.hold_payloads()
-        await core.payloads.sweep()
         for worker in core.ledger.workers.values():
             if worker.state is not WorkerState.LOST:
                 core.transport.open(worker)

@@ -62,13 +62,16 @@ from plexrl_worker.engine.port import (
 from plexrl_worker.engine.trainer import Trainer
 
 
-def start(settings: EngineSettings) -> "VllmTorchEngine":
-    """Starts the engine. Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run."""
+def start(settings: EngineSettings, directory: Path | None = None) -> "VllmTorchEngine":
+    """Starts the engine; `directory` is its own, to write to.
+
+    Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run.
+    """
     torch.set_num_threads(settings.threads)
     transformers.utils.logging.set_verbosity_error()
     try:
         config = model_config.read(settings.config_json)
-        return VllmTorchEngine(settings, config)
+        return VllmTorchEngine(settings, config, directory)
     except EngineError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -81,7 +84,7 @@ def start(settings: EngineSettings) -> "VllmTorchEngine":
 class VllmTorchEngine:
     """port.Engine on vLLM and torch."""
 
-    def __init__(self, settings: EngineSettings, config: PretrainedConfig) -> None:
+    def __init__(self, settings: EngineSettings, config: PretrainedConfig, directory: Path | None = None) -> None:
         self._settings = settings
         self._config = config
         self._device: Device = CudaDevice() if torch.cuda.is_available() else CpuDevice()
@@ -93,7 +96,7 @@ class VllmTorchEngine:
             )
         self._trainer = Trainer(config, settings.precision, self._device.torch_device)
         shapes = {view.name: view.shape for view in self._trainer.parameters}
-        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device)
+        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device, directory)
         self._threads = torch.get_num_threads()
         if self._threads != settings.threads:
             raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
