@@ -9,10 +9,10 @@ from pathlib import Path
 
 from plexrl_controller.dispatch.retention import MIN_HISTORY_S
 from plexrl_controller.payloads.by_url import check_payload_url
-from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
 
 _PREFIX = "PLEXRL_CONTROLLER_"
-POLICIES = {"fifo": Policy(hold=HoldRule.SKI_RENTAL), "hold": Policy(hold=HoldRule.ITERATION)}
+POLICIES = {"fifo": Policy(order=Order.FIFO), "hold": Policy(order=Order.FIFO, hold=HoldRule.ITERATION)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
 from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
-from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter

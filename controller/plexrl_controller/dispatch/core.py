@@ -27,7 +27,7 @@ from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.payloads import inline
 from plexrl_controller.payloads.port import PayloadStore
-from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter
 
