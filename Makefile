@@ -29,11 +29,11 @@ $(INSTALLED): pyproject.toml .ci/install.py
 	@test -n "$(PYTHON)" || { echo "PlexRL needs Python 3.11, 3.12 or 3.13, and none was found. Install one, or say: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; }
-	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),examples,dev
+	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),waiting,examples,dev
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
-	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),examples,dev,bench
+	@$(BIN)/python .ci/install.py controller,worker,$(ENGINE),waiting,examples,dev,bench
 	@touch $@
 
 .PHONY: demo

@@ -26,7 +26,7 @@ from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import types_pb2 as t
 from plexrl.wire import Int32Array, batch_arrays, split, tensor, token_batch
 
-Loss = Literal["cross_entropy", "importance_sampling", "ppo", "grpo", "linear"]
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "grpo", "cispo", "linear"]
 InFlight = Literal["drain", "abort"]
 
 _LOSSES: Mapping[str, "t.Loss.ValueType"] = {
@@ -34,6 +34,7 @@ _LOSSES: Mapping[str, "t.Loss.ValueType"] = {
     "importance_sampling": t.LOSS_IMPORTANCE_SAMPLING,
     "ppo": t.LOSS_PPO,
     "grpo": t.LOSS_GRPO,
+    "cispo": t.LOSS_CISPO,
     "linear": t.LOSS_LINEAR,
 }
 _IN_FLIGHT: Mapping[str, "t.InFlight.ValueType"] = {"drain": t.IN_FLIGHT_DRAIN, "abort": t.IN_FLIGHT_ABORT}
@@ -169,7 +170,8 @@ class Model:
         Every loss is a sum over tokens of weight times term, so normalisation lies in the batch's weights and several
         calls add up. Terms, with log-probability l, ratio r = exp(l - old) and advantage A: cross_entropy -l;
         importance_sampling -r A; ppo -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); grpo the ppo term plus
-        kl_coef (exp(ref - l) - (ref - l) - 1); linear g l with the caller's gradient g. Clips default to 0.2.
+        kl_coef (exp(ref - l) - (ref - l) - 1); cispo -sg(clip(r, 1 - clip_low, 1 + clip_high)) A l, with sg() constant
+        under differentiation; linear g l with the caller's gradient g. Clips default to 0.2.
         """
         if loss not in _LOSSES:
             raise errors.InvalidArgument(f"loss: {loss!r} is unknown, want one of {', '.join(_LOSSES)}")

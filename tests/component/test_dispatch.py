@@ -10,7 +10,7 @@ from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
-from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Changes
 from tests.support import specs

@@ -16,8 +16,9 @@ from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
 from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
-from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.memory import MemoryStore
+from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter
 from tests.support.worker_double import TransportDouble, WorkerDouble, join
 
@@ -105,10 +106,11 @@ class Leader:
 
 @asynccontextmanager
 async def running_leader(
-    store: MemoryStore | None = None,
+    store: Store | None = None,
     worker: WorkerDouble | None = None,
     clock: ManualClock | None = None,
     policy: Policy | None = None,
+    payloads: MemoryPayloadStore | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
     store, worker = store or MemoryStore(), worker or WorkerDouble()
@@ -119,7 +121,7 @@ async def running_leader(
     core = Core(
         store=store,
         writer=writer,
-        payloads=MemoryPayloadStore(),
+        payloads=payloads or MemoryPayloadStore(),
         transport=transport,
         clock=clock,
         term=term,

@@ -21,6 +21,7 @@ NEEDED = {
     LossName.IMPORTANCE_SAMPLING: ("advantages", "old_logprobs"),
     LossName.PPO: ("advantages", "old_logprobs"),
     LossName.GRPO: ("advantages", "old_logprobs", "ref_logprobs"),
+    LossName.CISPO: ("advantages", "old_logprobs"),
     LossName.LINEAR: ("logprob_grads",),
 }
 PARAMS = {
@@ -28,6 +29,7 @@ PARAMS = {
     LossName.IMPORTANCE_SAMPLING: LossParams(),
     LossName.PPO: LossParams(clip_low=0.1, clip_high=0.3),
     LossName.GRPO: LossParams(clip_low=0.1, clip_high=0.3, kl_coef=0.5),
+    LossName.CISPO: LossParams(clip_low=0.1, clip_high=0.3),
     LossName.LINEAR: LossParams(),
 }
 
@@ -47,8 +49,11 @@ def example(loss: LossName, seed: int) -> tuple[np.ndarray, LossInputs]:
     return current, LossInputs(weights, **{name: arrays[name] for name in NEEDED[loss]})
 
 
-def reference(loss: LossName, params: LossParams, current: np.ndarray, inputs: LossInputs) -> float:
-    """The loss as its formula reads, token by token."""
+def reference(
+    loss: LossName, params: LossParams, current: np.ndarray, inputs: LossInputs, constant: np.ndarray | None = None
+) -> float:
+    """The loss as its formula reads, token by token. `constant`: the log-probabilities under the formula's sg()."""
+    constant = current if constant is None else constant
     total = 0.0
     for index, logprob in enumerate(current.astype(float)):
         if loss is LossName.CROSS_ENTROPY:
@@ -66,6 +71,11 @@ def reference(loss: LossName, params: LossParams, current: np.ndarray, inputs: L
                 assert params.clip_high is not None
                 clipped = min(max(ratio, 1 - params.clip_low), 1 + params.clip_high)
                 term = -min(ratio * advantage, clipped * advantage)
+            if loss is LossName.CISPO:
+                assert params.clip_low is not None
+                assert params.clip_high is not None
+                still = np.exp(float(constant[index]) - float(inputs.old_logprobs[index]))
+                term = -min(max(still, 1 - params.clip_low), 1 + params.clip_high) * advantage * logprob
             if loss is LossName.GRPO:
                 assert inputs.ref_logprobs is not None
                 assert params.kl_coef is not None
@@ -92,7 +102,8 @@ def test_the_derivative_is_that_of_the_formula(loss: LossName, seed: int) -> Non
         above, below = current.astype(np.float64), current.astype(np.float64)
         above[index] += 1e-6
         below[index] -= 1e-6
-        rise = reference(loss, PARAMS[loss], above, inputs) - reference(loss, PARAMS[loss], below, inputs)
+        rise = reference(loss, PARAMS[loss], above, inputs, current)
+        rise -= reference(loss, PARAMS[loss], below, inputs, current)
         assert gradient[index] == pytest.approx(rise / 2e-6, rel=1e-4, abs=1e-5)
 
 
@@ -104,6 +115,16 @@ def test_clipping_is_counted_and_stops_the_gradient() -> None:
     terms = losses.evaluate(LossName.PPO, LossParams(), zeros, inputs)
     assert terms.clipped == 2
     assert terms.gradient.tolist() == pytest.approx([0, 0, 2.0, -1.05])
+
+
+def test_cispo_clips_the_weight_of_a_token_and_keeps_its_gradient() -> None:
+    zeros = np.zeros(3, np.float32)
+    ratios = np.array([2.0, 0.5, 1.05])
+    advantages = np.array([1.0, -1.0, 1.0], np.float32)
+    inputs = LossInputs(np.ones(3, np.float32), advantages, (zeros - np.log(ratios)).astype(np.float32))
+    terms = losses.evaluate(LossName.CISPO, LossParams(clip_low=0.2, clip_high=0.3), zeros, inputs)
+    assert terms.clipped == 2
+    assert terms.gradient.tolist() == pytest.approx([-1.3, 0.8, -1.05])
 
 
 def test_the_default_clip_is_a_fifth() -> None:
@@ -122,7 +143,7 @@ def test_grpo_without_kl_is_ppo() -> None:
     )
 
 
-@pytest.mark.parametrize("loss", [LossName.IMPORTANCE_SAMPLING, LossName.PPO, LossName.GRPO])
+@pytest.mark.parametrize("loss", [LossName.IMPORTANCE_SAMPLING, LossName.PPO, LossName.GRPO, LossName.CISPO])
 def test_on_policy_all_ratios_are_one(loss: LossName) -> None:
     current, inputs = example(loss, 3)
     inputs = replace(inputs, old_logprobs=current, ref_logprobs=current if loss is LossName.GRPO else None)

@@ -90,6 +90,10 @@ class _LossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Loss.ValueType],
     """The ppo term plus kl_coef * (exp(ref_t - l_t) - (ref_t - l_t) - 1)."""
     LOSS_LINEAR: _Loss.ValueType  # 5
     """term = g_t l_t with the caller's gradient g_t: with score, any function of log-probabilities can be trained."""
+    LOSS_CISPO: _Loss.ValueType  # 6
+    """term = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t l_t, where sg is constant under differentiation: tokens whose ratio
+    is clipped keep their gradient. Needs old_logprobs and advantages.
+    """
 
 class Loss(_Loss, metaclass=_LossEnumTypeWrapper):
     """Loss functions of forward_backward. With weight w_t, log-probability l_t, ratio r_t = exp(l_t - old_t), advantage A_t,
@@ -108,6 +112,10 @@ LOSS_GRPO: Loss.ValueType  # 4
 """The ppo term plus kl_coef * (exp(ref_t - l_t) - (ref_t - l_t) - 1)."""
 LOSS_LINEAR: Loss.ValueType  # 5
 """term = g_t l_t with the caller's gradient g_t: with score, any function of log-probabilities can be trained."""
+LOSS_CISPO: Loss.ValueType  # 6
+"""term = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t l_t, where sg is constant under differentiation: tokens whose ratio
+is clipped keep their gradient. Needs old_logprobs and advantages.
+"""
 Global___Loss: _TypeAlias = Loss  # noqa: Y015
 
 class _FinishReason:
@@ -626,9 +634,9 @@ class LossParams(_message.Message):
     CLIP_HIGH_FIELD_NUMBER: _builtins.int
     KL_COEF_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
-    """Lower clip of the ratio: 1 - clip_low. ppo and grpo; unset means 0.2."""
+    """Lower clip of the ratio: 1 - clip_low. ppo, grpo and cispo; unset means 0.2."""
     clip_high: _builtins.float
-    """Upper clip of the ratio: 1 + clip_high. ppo and grpo; unset means 0.2."""
+    """Upper clip of the ratio: 1 + clip_high. ppo, grpo and cispo; unset means 0.2."""
     kl_coef: _builtins.float
     """Weight of the KL term. grpo; unset means 0, and then ref_logprobs may be left out."""
     def __init__(

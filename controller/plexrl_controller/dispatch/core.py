@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
-from plexrl.v1 import model_pb2, types_pb2
+from plexrl.v1 import types_pb2
 from plexrl_controller.dispatch.cascade import settle
 from plexrl_controller.dispatch.clock import Clock
 from plexrl_controller.dispatch.hub import Hub
@@ -18,6 +18,7 @@ from plexrl_controller.dispatch.identifiers import time_ordered_id
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
 from plexrl_controller.dispatch.transport import Transport
+from plexrl_controller.dispatch.uploads import Uploads
 from plexrl_controller.domain.errors import DataLoss, NotFound
 from plexrl_controller.domain.ids import CallId, Tenant, WorkerId
 from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Worker
@@ -26,7 +27,7 @@ from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.payloads import inline
 from plexrl_controller.payloads.port import PayloadStore
-from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter
 
@@ -55,6 +56,7 @@ class Core:
         self.store = store
         self.writer = writer
         self.payloads = payloads
+        self.uploads = Uploads(payloads)
         self.transport = transport
         self.clock = clock
         self.term = term
@@ -153,9 +155,8 @@ class Core:
         for call in list(self.ledger.calls.values()):
             for payload in (call.spec, call.result):
                 self._hold(call.tenant, payload)
-        for model in list(self.ledger.models.values()):
-            for payload_id in model_pb2.ModelBase.FromString(model.base).bundle.payload_ids.values():
-                self._hold(model.tenant, Payload(payload_id, -1))
+        for payload in self.uploads.start(self.ledger, self.clock.now()):
+            log.error("payload_missing", detail=str(payload))
 
     def _hold(self, tenant: Tenant, payload: Payload | None) -> None:
         try:

@@ -19,7 +19,8 @@ from plexrl_controller.domain.states import CallReason, CallState, IntervalKind,
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.scheduling.invariants import violations
-from plexrl_controller.scheduling.next_slice import Hold, Serve, Wait, next_slice
+from plexrl_controller.scheduling.next_slice import next_slice
+from plexrl_controller.scheduling.plan import Hold, Serve, Wait, Yield
 
 
 class GroupCycle:
@@ -45,13 +46,15 @@ class GroupCycle:
         while True:
             now = core.clock.now()
             view = group_view(core.ledger, self._worker_id, now)
-            decision = next_slice(view, now, core.policy)
-            broken = violations(view, decision)
+            plan = next_slice(view, now, core.policy)
+            broken = violations(view, plan)
             if broken:
                 core.invariant_violations += 1
-                log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(decision))
+                log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))
                 return None
-            match decision:
+            match plan.action:
+                case Yield():
+                    raise AssertionError("the view says that calls cannot yield")
                 case Wait():
                     core.ledger.groups[self._worker_id].held_since = None
                     return None
@@ -59,8 +62,8 @@ class GroupCycle:
                     group = core.ledger.groups[self._worker_id]
                     group.held_since = group.held_since if group.held_since is not None else now
                     return max(0.0, until - now)
-                case Serve():
-                    await self._serve(decision, now)
+                case Serve() as serve:
+                    await self._serve(serve, now)
 
     def _deploy_due(self) -> None:
         """Sends deploy orders for models that their worker should build and has not been told to."""

@@ -54,6 +54,7 @@ class MemoryStore:
         self._requests: dict[tuple[str, RequestId], Request] = {}
         self._events: list[Event] = []
         self._intervals: list[Interval] = []
+        self._folded: dict[JobId, Account] = {}
 
     async def acquire_term(self, holder: str) -> int:
         self._term += 1
@@ -82,7 +83,7 @@ class MemoryStore:
             checkpoints=_oldest_first(c for c in self._checkpoints.values() if c.model_id in live_models),
             tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
             requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
-            accounts=self._accounts(live_jobs),
+            accounts=tuple(account for job_id, account in sorted(self._accounts().items()) if job_id in live_jobs),
         )
 
     async def commit(self, term: int, changes: Changes) -> None:
@@ -152,6 +153,28 @@ class MemoryStore:
     async def events(self, record_id: str) -> Sequence[Event]:
         return tuple(event for event in self._events if event.record_id == record_id)
 
+    async def prune(self, before: float) -> int:
+        held = self._rows()
+        ended = {job.job_id for job in self._jobs.values() if not _job_live(job) and (job.end_time or before) < before}
+        recent = [interval for interval in self._intervals if interval.end_unix_ns >= before * 1e9]
+        old, self._intervals = [i for i in self._intervals if i.end_unix_ns < before * 1e9], recent
+        for job_id, account in _accounts(old).items():
+            self._folded[job_id] = self._folded.get(job_id, Account(job_id)) + account
+        self._events = [event for event in self._events if event.at >= before]
+        self._drop(Call, (c for c in self._calls.values() if c.job_id in ended and not _call_live(c)))
+        needed = {c.model_id for c in self._calls.values()} | {c.model_id for c in self._checkpoints.values()}
+        gone = (m for m in self._models.values() if m.job_id in ended and not _model_live(m))
+        self._drop(Model, (model for model in gone if model.model_id not in needed))
+        parents = {m.job_id for m in self._models.values()} | {c.job_id for c in self._calls.values()}
+        self._drop(Job, (job for job in self._jobs.values() if job.job_id in ended - parents))
+        self._folded = {j: account for j, account in self._folded.items() if j in self._jobs and j not in ended}
+        self._requests = {
+            key: request
+            for key, request in self._requests.items()
+            if request.create_time >= before or self._is_live(request.resource_id)
+        }
+        return held - self._rows()
+
     async def close(self) -> None:
         """Keeps everything: closing a store does not erase it."""
 
@@ -170,6 +193,18 @@ class MemoryStore:
     @property
     def _checkpoints(self) -> dict[str, Checkpoint]:
         return self._tables[Checkpoint]
+
+    def _rows(self) -> int:
+        return sum(map(len, self._tables.values())) + len(self._events) + len(self._intervals) + len(self._requests)
+
+    def _drop(self, kind: type[Any], records: Iterable[Any]) -> None:
+        for record in list(records):
+            del self._tables[kind][record_id(record)]
+            self._taken.difference_update(_unique_keys(record))
+
+    def _is_live(self, resource_id: str) -> bool:
+        job, model = self._jobs.get(resource_id), self._models.get(resource_id)
+        return (job is not None and _job_live(job)) or (model is not None and _model_live(model))
 
     def _tenant_of(self, job_id: JobId) -> Tenant | None:
         job = self._jobs.get(job_id)
@@ -210,23 +245,30 @@ class MemoryStore:
                         reason="INCONSISTENT_CHANGES",
                     )
 
-    def _accounts(self, live_jobs: set[JobId]) -> Sequence[Account]:
-        seconds: dict[JobId, dict[IntervalKind, float]] = defaultdict(lambda: dict.fromkeys(IntervalKind, 0.0))
-        swaps: dict[JobId, int] = defaultdict(int)
-        for interval in self._intervals:
-            if interval.job_id in live_jobs:
-                seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
-                swaps[interval.job_id] += interval.kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT)
-        return tuple(
-            Account(
-                job_id,
-                by[IntervalKind.BUSY],
-                by[IntervalKind.SWAP_IN] + by[IntervalKind.SWAP_OUT],
-                by[IntervalKind.HOLD],
-                swaps[job_id],
-            )
-            for job_id, by in sorted(seconds.items())
+    def _accounts(self) -> dict[JobId, Account]:
+        accounts = dict(self._folded)
+        for job_id, account in _accounts(self._intervals).items():
+            accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
+        return accounts
+
+
+def _accounts(intervals: Iterable[Interval]) -> dict[JobId, Account]:
+    """What intervals add up to."""
+    seconds: dict[JobId, dict[IntervalKind, float]] = defaultdict(lambda: dict.fromkeys(IntervalKind, 0.0))
+    swaps: dict[JobId, int] = defaultdict(int)
+    for interval in intervals:
+        seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        swaps[interval.job_id] += interval.kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT)
+    return {
+        job_id: Account(
+            job_id,
+            by[IntervalKind.BUSY],
+            by[IntervalKind.SWAP_IN] + by[IntervalKind.SWAP_OUT],
+            by[IntervalKind.HOLD],
+            swaps[job_id],
         )
+        for job_id, by in seconds.items()
+    }
 
 
 def _position(record: Job | Model | Call | Checkpoint) -> Position:

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, Tenant
 from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model
-from plexrl_controller.store import reads, rows, statements
+from plexrl_controller.store import reads, retention, rows, statements
 from plexrl_controller.store.batch import RowWrites, coalesce
 from plexrl_controller.store.paging import encode_cursor
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
@@ -75,10 +75,7 @@ class PostgresStore:
                 checkpoints=await _all(snapshot, rows.CHECKPOINT, reads.CHECKPOINTS_OF_LIVE_MODELS),
                 tokens=await _all(snapshot, rows.TOKEN, reads.TOKENS),
                 requests=await _all(snapshot, rows.REQUEST, reads.REQUESTS),
-                accounts=tuple(
-                    Account(job_id, float(busy_s), float(swap_s), float(hold_s), swaps)
-                    for job_id, busy_s, swap_s, hold_s, swaps in await snapshot.execute(reads.ACCOUNTS)
-                ),
+                accounts=await _accounts(snapshot),
             )
 
     async def commit(self, term: int, changes: Changes) -> None:
@@ -160,6 +157,19 @@ class PostgresStore:
     async def events(self, record_id: str) -> Sequence[Event]:
         async with _translated(), self._engine.connect() as connection:
             return await _all(connection, rows.EVENT, reads.list_events(record_id))
+
+    async def prune(self, before: float) -> int:
+        pruned = 0
+        for statement in retention.STEPS:
+            while True:
+                # One short transaction a batch: commits go on between them.
+                async with _translated(), self._engine.begin() as connection:
+                    arguments = {"before": before, "rows": retention.BATCH_ROWS}
+                    rows_gone = (await connection.execute(statement, arguments)).scalar_one()
+                if not rows_gone:
+                    break
+                pruned += rows_gone
+        return pruned
 
     async def close(self) -> None:
         async with self._commit_lock:
@@ -334,6 +344,16 @@ async def _write_records(writer: _WriterConnection, writes: RowWrites) -> None:
 async def _insert(writer: _WriterConnection, sql: str, codec: RowCodec[Any], records: Sequence[Any]) -> None:
     if records:
         await writer.execute(sql, *statements.insert_arguments(codec, records))
+
+
+async def _accounts(connection: AsyncConnection) -> tuple[Account, ...]:
+    """Of live jobs: what stands in intervals, and what was folded out of them."""
+    accounts: dict[JobId, Account] = {}
+    for query in (reads.ACCOUNTS, reads.FOLDED_ACCOUNTS):
+        for job_id, busy_s, swap_s, hold_s, swaps in await connection.execute(query):
+            account = Account(job_id, float(busy_s), float(swap_s), float(hold_s), swaps)
+            accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
+    return tuple(accounts[job_id] for job_id in sorted(accounts))
 
 
 async def _all(

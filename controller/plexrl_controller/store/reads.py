@@ -15,6 +15,7 @@ from plexrl_controller.store.tables import (
     calls,
     checkpoints,
     events,
+    folded_accounts,
     intervals,
     jobs,
     models,
@@ -80,6 +81,7 @@ ACCOUNTS = (
     .group_by(intervals.c.job_id)
     .order_by(intervals.c.job_id)
 )
+FOLDED_ACCOUNTS = select(folded_accounts).join(jobs, jobs.c.job_id == folded_accounts.c.job_id).where(jobs.c.live)
 
 
 def by_id(codec: RowCodec[Any], record_id: str) -> Select[Any]:

@@ -279,6 +279,17 @@ intervals = Table(
     comment="Device time, as the workers measured it.",
 )
 
+folded_accounts = Table(
+    "folded_accounts",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    _float("busy_s"),
+    _float("swap_s"),
+    _float("hold_s"),
+    _bigint("swaps"),
+    comment="Device seconds of live jobs whose intervals are pruned.",
+)
+
 events = Table(
     "events",
     metadata,
@@ -304,5 +315,6 @@ requests = Table(
     _text("request_hash"),
     _text("resource_id"),
     _float("create_time"),
+    Index("requests_oldest", "create_time"),
     comment="What became of mutating requests that made something other than a call.",
 )

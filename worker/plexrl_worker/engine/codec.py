@@ -20,6 +20,7 @@ _LOSSES = {
     port.LossName.IMPORTANCE_SAMPLING: t.LOSS_IMPORTANCE_SAMPLING,
     port.LossName.PPO: t.LOSS_PPO,
     port.LossName.GRPO: t.LOSS_GRPO,
+    port.LossName.CISPO: t.LOSS_CISPO,
     port.LossName.LINEAR: t.LOSS_LINEAR,
 }
 _PRECISIONS = {

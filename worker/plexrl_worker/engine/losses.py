@@ -6,8 +6,10 @@ With weight w_t, log-probability l_t, ratio r_t = exp(l_t - old_t) and advantage
     importance_sampling  -r_t A_t
     ppo                  -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)     Schulman et al. 2017, eq. 7
     grpo                 ppo + kl_coef (exp(ref_t - l_t) - (ref_t - l_t) - 1)          Shao et al. 2024, eq. 3 and 4
+    cispo                -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t l_t          MiniMax-M1 2025, eq. 4 and 5
     linear               g_t l_t
 
+sg(x) is x, and constant under differentiation: unlike ppo, cispo gives every token a gradient, with a bounded weight.
 The derivative with respect to l_t is all that the trainer needs: it goes into the model's backward pass as it is.
 """
 
@@ -29,6 +31,7 @@ _NEEDED: dict[LossName, frozenset[str]] = {
     LossName.IMPORTANCE_SAMPLING: frozenset({"advantages", "old_logprobs"}),
     LossName.PPO: frozenset({"advantages", "old_logprobs"}),
     LossName.GRPO: frozenset({"advantages", "old_logprobs"}),
+    LossName.CISPO: frozenset({"advantages", "old_logprobs"}),
     LossName.LINEAR: frozenset({"logprob_grads"}),
 }
 _OPTIONAL_ARRAYS = ("advantages", "old_logprobs", "ref_logprobs", "logprob_grads")
@@ -37,6 +40,7 @@ _SETTINGS: dict[LossName, frozenset[str]] = {
     LossName.IMPORTANCE_SAMPLING: frozenset(),
     LossName.PPO: frozenset({"clip_low", "clip_high"}),
     LossName.GRPO: frozenset({"clip_low", "clip_high", "kl_coef"}),
+    LossName.CISPO: frozenset({"clip_low", "clip_high"}),
     LossName.LINEAR: frozenset(),
 }
 
@@ -176,6 +180,8 @@ def _terms(
                 terms = terms + kl_coef * (np.expm1(behind) - behind)
                 slopes = slopes - kl_coef * np.expm1(behind)
             return terms, slopes, clipped
+        case LossName.CISPO:
+            return _clipped_weights(params, current, inputs)
         case unreachable:
             assert_never(unreachable)
 
@@ -184,14 +190,28 @@ def _clipped_surrogate(
     params: LossParams, current: Float64Array, inputs: LossInputs
 ) -> tuple[Float64Array, Float64Array, int]:
     advantages = _need(inputs.advantages, "advantages")
-    low = DEFAULT_CLIP if params.clip_low is None else params.clip_low
-    high = DEFAULT_CLIP if params.clip_high is None else params.clip_high
-    ratios = np.exp(current - _need(inputs.old_logprobs, "old_logprobs"))
+    ratios, clipped_ratios = _ratios(params, current, inputs)
     plain = ratios * advantages
-    limited = np.clip(ratios, 1.0 - low, 1.0 + high) * advantages
+    limited = clipped_ratios * advantages
     is_clipped = limited < plain
     slopes = np.where(is_clipped, 0.0, -plain)
     return -np.minimum(plain, limited), slopes, int(np.count_nonzero(is_clipped))
+
+
+def _clipped_weights(
+    params: LossParams, current: Float64Array, inputs: LossInputs
+) -> tuple[Float64Array, Float64Array, int]:
+    ratios, clipped_ratios = _ratios(params, current, inputs)
+    slopes = -clipped_ratios * _need(inputs.advantages, "advantages")
+    return slopes * current, slopes, int(np.count_nonzero(ratios != clipped_ratios))
+
+
+def _ratios(params: LossParams, current: Float64Array, inputs: LossInputs) -> tuple[Float64Array, Float64Array]:
+    """(r_t, r_t clipped), each [P]."""
+    low = DEFAULT_CLIP if params.clip_low is None else params.clip_low
+    high = DEFAULT_CLIP if params.clip_high is None else params.clip_high
+    ratios = np.exp(current - _need(inputs.old_logprobs, "old_logprobs"))
+    return ratios, np.clip(ratios, 1.0 - low, 1.0 + high)
 
 
 def _need(values: Float32Array | None, name: str) -> Float64Array:

@@ -67,6 +67,7 @@ class LossName(StrEnum):
     IMPORTANCE_SAMPLING = "importance_sampling"
     PPO = "ppo"
     GRPO = "grpo"
+    CISPO = "cispo"
     LINEAR = "linear"
 
 
@@ -369,6 +370,13 @@ class Engine(Protocol):
 
     def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """Moves components to the host image: copies what is dirty, releases the device's memory of all.
+
+        Components that are not on the device are left alone. The report's ParkedState describes the whole image.
+        """
+        ...
+
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """Copies components that are dirty to the host image; they stay on the device, and are clean then.
 
         Components that are not on the device are left alone. The report's ParkedState describes the whole image.
         """
