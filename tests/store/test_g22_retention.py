@@ -56,7 +56,7 @@ async def test_what_ended_long_ago_goes(store: Store) -> None:
     assert await store.prune(T0 + DAY_S) == 6
     assert await store.get_job(JobId("job-1")) is None
     assert await store.get_model(ModelId("model-1")) is None
-    assert (await store.list_calls(None, None, live_only=False, page=Page())).items == ()
+    assert (await store.list_calls(None, None, Page())).items == ()
     assert (await store.load()).requests == ()
     assert [batch async for batch in store.intervals(None, None, 0)] == []
     assert await store.prune(T0 + DAY_S) == 0

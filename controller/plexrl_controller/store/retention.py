@@ -44,7 +44,7 @@ CALLS = """
 WITH gone AS (
     DELETE FROM calls WHERE call_id IN (
         SELECT calls.call_id FROM jobs JOIN calls ON calls.job_id = jobs.job_id
-        WHERE NOT jobs.live AND jobs.end_time < :before AND NOT calls.live LIMIT :rows
+        WHERE NOT jobs.live AND jobs.end_time < :before AND NOT calls.cancelling LIMIT :rows
     )
     RETURNING 1
 )

@@ -6,8 +6,8 @@ beyond the calls of live jobs is what is cancelling.
 
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
