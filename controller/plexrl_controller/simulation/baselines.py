@@ -1,6 +1,6 @@
 """B0 to B9: the policies that ours is compared with, each with the best form that its publication allows.
 
-The classes with staleness 0 run colocated, those with staleness 1 split; a baseline that prescribes a form overrides that.
+The classes with staleness 0 run colocated, those with staleness 1 split, unless a baseline prescribes a form.
 """
 
 from collections.abc import Callable
@@ -67,9 +67,7 @@ def best_streaming_form(c: JobClass) -> Form:
     """The same with the split that gives the shortest mean iteration, by eighths of the GPUs."""
     forms = [streaming_form(c, parts, 8) for parts in range(1, 8)]
     mean_rollout = c.rollout_s
-    return min(
-        forms, key=lambda f: max(mean_rollout * f.rollout_scale, c.train_s * f.train_scale) + c.sync_s
-    )
+    return min(forms, key=lambda f: max(mean_rollout * f.rollout_scale, c.train_s * f.train_scale) + c.sync_s)
 
 
 @dataclass
@@ -121,34 +119,31 @@ class Baseline:
 
     def _admit(self, cluster: Cluster, job: Job) -> Admission | None:
         c, form = job.job_class, self.form(job.job_class)
-        main_bytes = c.train_bytes / form.train_gpus
-        seats: list[Seat] = []
-        if form.colocated:
-            main_bytes += c.rollout_bytes / form.train_gpus
-        else:
-            seats.append(Seat(c.rollout_bytes / form.rollout_gpus, gpus=form.rollout_gpus))
-        if form.gpus > cluster.gpus:
-            form = Form(0, cluster.gpus)
-        free = cluster.free_gpus - (0 if form.colocated else form.rollout_gpus)
+        rollout_bytes = c.rollout_bytes / c.replica_gpus
+        main = Seat(rollout_bytes if form.colocated else 0.0, c.train_bytes / form.train_gpus, gpus=form.train_gpus)
+        beside = () if form.colocated else (Seat(rollout_bytes, gpus=form.rollout_gpus),)
+        free = cluster.free_gpus - form.rollout_gpus
         if free < 0:
             return None
-        seat = self._seat(cluster, job, form, main_bytes, free)
-        return Admission(form, (*seats, seat)) if seat is not None else None
+        seat = self._seat(cluster, job, form, main, free)
+        return Admission(form, (*beside, seat)) if seat is not None else None
 
-    def _seat(self, cluster: Cluster, job: Job, form: Form, main_bytes: float, free: int) -> Seat | None:
+    def _seat(self, cluster: Cluster, job: Job, form: Form, main: Seat, free: int) -> Seat | None:
         size = form.train_gpus
         kind = f"{'colocated' if form.colocated else 'train'}{size}"
-        fresh = Seat(main_bytes, make=self._maker(kind, size), gpus=size) if free >= size else None
+        fresh = replace(main, make=self._maker(kind, size)) if free >= size else None
         if self.members == 1:
-            return Seat(main_bytes, gpus=size) if free >= size else None
+            return main if free >= size else None
         if self.migrate:
-            return self._family_seat(cluster, kind, size, main_bytes, fresh)
+            return self._family_seat(cluster, kind, main, fresh)
         if self.spread and fresh is not None:
             return fresh
-        open_groups = [g for g in cluster.groups if g.name.startswith(f"{kind}-") and self._takes(cluster, g, job, main_bytes)]
+        open_groups = [
+            g for g in cluster.groups if g.name.startswith(f"{kind}-") and self._takes(cluster, g, job, main)
+        ]
         if open_groups:
             chosen = max(open_groups, key=lambda g: -len(g.residents) if self.spread else len(g.residents))
-            return Seat(main_bytes, chosen)
+            return replace(main, group=chosen)
         return fresh
 
     def _maker(self, kind: str, size: int) -> Callable[[Cluster], Group]:
@@ -166,10 +161,10 @@ class Baseline:
 
         return make
 
-    def _takes(self, cluster: Cluster, group: Group, job: Job, main_bytes: float) -> bool:
+    def _takes(self, cluster: Cluster, group: Group, job: Job, main: Seat) -> bool:
         if len(group.residents) >= self.members:
             return False
-        held = sum([r.bytes for r in group.residents]) + main_bytes
+        held = sum([r.bytes for r in group.residents]) + main.rollout_bytes + main.train_bytes
         limit = cluster.hardware.device_state_bytes if self.overlap else cluster.hardware.host_bytes_per_gpu
         if held > limit:
             return False
@@ -178,19 +173,17 @@ class Baseline:
         jobs = [*[cluster.running[r.job].job for r in group.residents], job]
         return all(_worst_case_fits(one, jobs, self.form) for one in jobs)
 
-    def _family_seat(
-        self, cluster: Cluster, kind: str, size: int, main_bytes: float, fresh: Seat | None
-    ) -> Seat | None:
+    def _family_seat(self, cluster: Cluster, kind: str, main: Seat, fresh: Seat | None) -> Seat | None:
         family = next((g for g in cluster.groups if g.name.startswith(f"{kind}-")), None)
         if not isinstance(family, FamilyGroup):
             return fresh
         if len(family.residents) < self.members * family.servers:
-            return Seat(main_bytes, family)
+            return replace(main, group=family)
         if fresh is None:
             return None
         family.grow()
-        cluster.free_gpus -= size
-        return Seat(main_bytes, family)
+        cluster.free_gpus -= main.gpus
+        return replace(main, group=family)
 
     def _shadow(self, cluster: Cluster, wanted: int) -> tuple[float, int]:
         """When the first job can start by the estimates, and how many GPUs are to spare then."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plexrl_controller.simulation.engine import Simulation
-from plexrl_controller.simulation.pools import Group, Mode, PrivateGroup, Resident, Totals
+from plexrl_controller.simulation.pools import Group, Mode, PrivateGroup, Resident, State, Totals
 from plexrl_controller.simulation.processes import Execution, Form, Profile, launch
 from plexrl_controller.simulation.workload import Hardware, Job
 
@@ -17,7 +17,10 @@ from plexrl_controller.simulation.workload import Hardware, Job
 class Seat:
     """A place on a group, or on one yet to be made."""
 
-    bytes_per_gpu: float
+    rollout_bytes: float = 0.0
+    """Per GPU; 0: no rollouts here."""
+    train_bytes: float = 0.0
+    """Per GPU; 0: no training here."""
     group: Group | None = None
     make: "Callable[[Cluster], Group] | None" = None
     """None with no group: a private one."""
@@ -63,13 +66,15 @@ class Closed:
 class Cluster:
     """The state of one simulation."""
 
-    def __init__(self, gpus: int, hardware: Hardware, placement: Placement) -> None:
+    def __init__(self, gpus: int, hardware: Hardware, placement: Placement, swap_s: float | None = None) -> None:
+        """`swap_s` replaces what the hardware says of the seconds of one move."""
         self.simulation = Simulation()
         self.totals = Totals([], [])
         self.gpus = gpus
         self.free_gpus = gpus
         self.hardware = hardware
         self.placement = placement
+        self.swap_s = swap_s
         self.queue: list[Job] = []
         self.groups: list[Group] = []
         self.executions: list[Execution] = []
@@ -111,8 +116,10 @@ class Cluster:
         self.executions.append(execution)
         self.running[job.index] = execution
         self.queued_s[job.index] = now - job.arrival_s
-        cold_s = max(self.hardware.cold_s(seat.bytes_per_gpu) for seat in admission.seats)
-        self.simulation.at(now + cold_s, lambda e: launch(self.simulation, e, self._finished, admission.profile), execution)
+        cold_s = max(self.hardware.cold_s(seat.rollout_bytes + seat.train_bytes) for seat in admission.seats)
+        self.simulation.at(
+            now + cold_s, lambda e: launch(self.simulation, e, self._finished, admission.profile), execution
+        )
 
     def _seat(self, job: Job, seat: Seat) -> Resident:
         group = seat.group
@@ -124,7 +131,12 @@ class Cluster:
             else:
                 group = PrivateGroup(self.simulation, self.totals, self.name("private"), seat.gpus)
             self.groups.append(group)
-        return group.join(job.index, job.name, seat.bytes_per_gpu, self.hardware.move_s(seat.bytes_per_gpu))
+        rollout = self._state(f"{job.name}/rollout", seat.rollout_bytes)
+        return group.join(job.index, job.name, rollout, self._state(f"{job.name}/train", seat.train_bytes))
+
+    def _state(self, model_id: str, bytes_per_gpu: float) -> State | None:
+        move_s = self.swap_s if self.swap_s is not None else self.hardware.move_s(bytes_per_gpu)
+        return State(model_id, bytes_per_gpu, move_s) if bytes_per_gpu > 0.0 else None
 
     def _finished(self, execution: Execution) -> None:
         for resident in execution.residents:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from plexrl_controller.simulation.pools import Keep, Resident, Run, SharedGroup
+from plexrl_controller.simulation.pools import Call, Keep, Resident, Run, SharedGroup, State
 
 
 class Ranking(Enum):
@@ -38,52 +38,69 @@ class QueueDiscipline:
         waiting = [resident for resident in group.residents if resident.call is not None]
         if not waiting:
             return None
+        chosen = self._choose(group, waiting, now)
+        return Run(chosen, self._setup_s(group, chosen))
+
+    def _choose(self, group: SharedGroup, waiting: list[Resident], now: float) -> Resident:
         match self.ranking:
             case Ranking.FIFO:
-                chosen = min(waiting, key=_ready_since)
+                return min(waiting, key=_ready_since)
             case Ranking.HRRS:
-                chosen = max(waiting, key=lambda r: _response_ratio(group, r, now))
+                return max(waiting, key=lambda r: _response_ratio(group, r, now))
             case Ranking.CYCLIC:
+                serving = group.serving
                 turn = group.residents.index(serving) + 1 if serving in group.residents else 0
                 order = group.residents[turn:] + group.residents[:turn]
-                chosen = next(resident for resident in order if resident.call is not None)
-        return Run(chosen, self._setup_s(group, chosen))
+                return next(resident for resident in order if resident.call is not None)
+
+    def arrived(self, group: SharedGroup, call: Call) -> None:
+        """Learns nothing."""
+
+    def ran(self, group: SharedGroup, call: Call, seconds: float, done: bool) -> None:
+        """Learns nothing."""
+
+    def left(self, group: SharedGroup, resident: Resident) -> None:
+        """Has nothing to forget."""
 
     def interrupt(self, group: SharedGroup, now: float) -> float | None:
         """Calls run to their end."""
         return None
 
     def _setup_s(self, group: SharedGroup, chosen: Resident) -> float:
-        """Makes the chosen resident's model resident; returns the seconds on the critical path."""
-        if self.full_snapshots:
-            if chosen.on_device:
-                return 0.0
-            out_s = sum([_remove(r, always=True) for r in group.residents if r.on_device])
-            chosen.on_device = True
-            return out_s + chosen.load_s
-        return load(group, chosen)
+        """Makes the state of the chosen resident's call resident; returns the seconds on the critical path."""
+        assert chosen.call is not None
+        if not self.full_snapshots:
+            return load(group, chosen.state_for(chosen.call))
+        if all(state.on_device for state in chosen.states):
+            return 0.0
+        seconds = sum([_remove(s, always=True) for r in group.residents for s in r.states if s.on_device])
+        for state in chosen.states:
+            state.on_device = True
+            seconds += state.load_s
+        return seconds
 
 
-def load(group: SharedGroup, chosen: Resident) -> float:
-    """Evicts the least recently used models until the chosen one fits, and loads it; returns seconds."""
-    if chosen.on_device:
+def load(group: SharedGroup, wanted: State) -> float:
+    """Evicts the least recently used states until the wanted one fits, and loads it; returns seconds."""
+    if wanted.on_device:
         return 0.0
-    residents = sorted((r for r in group.residents if r.on_device), key=lambda r: (r.last_used, r.job))
-    used, seconds = sum([r.bytes for r in residents]), 0.0
-    for resident in residents:
-        if used + chosen.bytes <= group.device_state_bytes:
+    present = [s for r in group.residents for s in r.states if s.on_device]
+    present.sort(key=lambda s: (s.last_used, s.model_id))
+    used, seconds = sum([s.bytes for s in present]), 0.0
+    for state in present:
+        if used + wanted.bytes <= group.device_state_bytes:
             break
-        used -= resident.bytes
-        seconds += _remove(resident, always=False)
-    chosen.on_device = True
-    return seconds + chosen.load_s
+        used -= state.bytes
+        seconds += _remove(state, always=False)
+    wanted.on_device = True
+    return seconds + wanted.load_s
 
 
-def _remove(resident: Resident, always: bool) -> float:
-    """Takes a model off the device; a clean copy is dropped unless `always`. Returns seconds."""
-    resident.on_device = False
-    seconds = resident.store_s if always or resident.dirty else 0.0
-    resident.dirty = False
+def _remove(state: State, always: bool) -> float:
+    """Takes a state off the device; a clean copy is dropped unless `always`. Returns seconds."""
+    state.on_device = False
+    seconds = state.store_s if always or state.dirty else 0.0
+    state.dirty = False
     return seconds
 
 
@@ -95,5 +112,6 @@ def _ready_since(resident: Resident) -> tuple[float, int]:
 def _response_ratio(group: SharedGroup, resident: Resident, now: float) -> tuple[float, int]:
     call = resident.call
     assert call is not None
-    work_s = call.remaining_s + (0.0 if resident.on_device else resident.load_s)
+    state = resident.state_for(call)
+    work_s = call.remaining_s + (0.0 if state.on_device else state.load_s)
     return (now - call.ready_since + work_s) / max(work_s, 1e-9), -resident.job

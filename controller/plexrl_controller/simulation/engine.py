@@ -1,6 +1,6 @@
 """The discrete-event engine: a heap on float time with ties broken by insertion, and processes written as generators.
 
-A process yields what it waits for: a float (seconds), a `Waitable` that calls `Simulation.resume` when the wait is over.
+A process yields what it waits for: a float (seconds), or a `Waitable` that calls `Simulation.resume` when it is over.
 Knows nothing of jobs, groups or policies. No wall clock, no randomness: the same inputs give the same events.
 """
 

@@ -9,7 +9,7 @@ from plexrl_controller.simulation.pools import Call, Group, Mode, Resident, Tota
 class FamilyGroup(Group):
     """`servers` alike groups with one queue, first come, first served. Charged and accounted as one.
 
-    A resident's `store_s` is what bringing its state to a group that does not have it takes.
+    `migrate_s` tells how long it takes to bring a state of so many bytes per GPU to a group that does not have it.
     """
 
     def __init__(
@@ -40,12 +40,6 @@ class FamilyGroup(Group):
         """How many groups the family has."""
         return self.gpus // self.server_gpus
 
-    def join(self, job: int, name: str, bytes_per_gpu: float, move_s: float) -> Resident:
-        """Adds a resident."""
-        resident = super().join(job, name, bytes_per_gpu, move_s)
-        resident.store_s = self.migrate_s(bytes_per_gpu)
-        return resident
-
     def grow(self) -> None:
         """Adds a group."""
         self.charged_gpu_s()
@@ -67,7 +61,6 @@ class FamilyGroup(Group):
 
     def submit(self, call: Call) -> None:
         """Queues the call."""
-        call.resident.idle_until = None
         self._queue.append(call)
         self._dispatch()
 
@@ -92,7 +85,7 @@ class FamilyGroup(Group):
             server = home[0] if home else self._free[0]
             self._free.remove(server)
             self._account()
-            setup_s = 0.0 if home else call.resident.store_s
+            setup_s = 0.0 if home else self.migrate_s(call.resident.state_for(call).bytes)
             self.totals.waits_s.append(self.simulation.now - call.ready_since)
             self.totals.setups_s.append(setup_s)
             self._last[server] = call.resident

@@ -148,7 +148,7 @@ def measure(cluster: Cluster, start_s: float, end_s: float, complete: bool) -> M
         slo_jobs=float((slowdowns <= SLO).mean()),
         slo_jobs_own=float(np.mean([r.slowdown <= r.slowdown_target for r in results])),
         goodput=spent[Mode.BUSY] / provisioned,
-        prefetch_hit_rate=cluster.totals.prefetched / max(1, cluster.totals.prefetched + cluster.totals.swaps),
+        prefetch_hit_rate=cluster.totals.prefetch_hits / max(1, cluster.totals.prefetch_hits + cluster.totals.swaps),
         completion_s=finished,
         completion_95_s=completion(cluster.executions, 0.95) if complete else float("nan"),
         jobs=len(results),
@@ -180,4 +180,3 @@ def completion(executions: Sequence[Execution], share: float) -> float:
     work = np.cumsum([gpu_s for _, gpu_s in done])
     index = int(np.searchsorted(work, share * work[-1] * (1 - 1e-12)))
     return done[index][0]
-

@@ -31,63 +31,98 @@ class Totals:
     waits_s: list[float]
     setups_s: list[float]
     swaps: int = 0
-    prefetched: int = 0
+    """Calls that waited for a swap."""
+    prefetch_hits: int = 0
+    """Calls whose state a prefetch had brought or begun to bring."""
+
+
+class State:
+    """A resident's rollout weights or training state on its group; bytes per GPU."""
+
+    __slots__ = (
+        "arrives_at",
+        "bytes",
+        "dirty",
+        "last_used",
+        "load_s",
+        "model_id",
+        "on_device",
+        "prefetched",
+        "store_s",
+        "writing",
+    )
+
+    def __init__(self, model_id: str, bytes_per_gpu: float, move_s: float) -> None:
+        self.model_id = model_id
+        self.bytes = int(bytes_per_gpu)
+        self.load_s = move_s
+        """Seconds to bring it onto the device."""
+        self.store_s = move_s
+        """Seconds to write it to the host tier."""
+        self.on_device = False
+        self.dirty = False
+        self.last_used = 0.0
+        self.arrives_at: float | None = None
+        """A prefetch is under way."""
+        self.writing = False
+        """A background copy to the host tier is under way."""
+        self.prefetched = False
+        """Brought by a prefetch and not used yet."""
 
 
 class Resident:
     """A job on a group."""
 
     __slots__ = (
-        "attained_s",
-        "bytes",
         "call",
         "changed",
-        "dirty",
         "group",
-        "hint_until",
-        "idle_until",
-        "iteration_s",
+        "hint_s",
         "job",
-        "last_call_kind",
         "last_finish",
+        "last_kind",
         "last_served",
-        "last_used",
-        "load_s",
         "mid_iteration",
         "mid_phase",
         "name",
-        "on_device",
-        "store_s",
-        "used_s",
-        "view",
-        "waited_s",
+        "rollout",
+        "stalled_at",
+        "train",
     )
 
-    def __init__(self, group: "Group", job: int, name: str, bytes_per_gpu: float, move_s: float) -> None:
+    def __init__(self, group: "Group", job: int, name: str, rollout: State | None, train: State | None) -> None:
         self.group = group
         self.job = job
         self.name = name
-        self.bytes = int(bytes_per_gpu)
-        self.load_s = move_s
-        self.store_s = move_s
+        self.rollout = rollout
+        self.train = train
         self.call: Call | None = None
-        self.on_device = False
-        self.dirty = False
-        self.last_used = 0.0
         self.last_finish = 0.0
         self.last_served = 0.0
-        self.last_call_kind = GENERATE
-        self.attained_s = 0.0
-        self.used_s = 0.0
-        self.waited_s = 0.0
-        self.iteration_s = 0.0
-        self.idle_until: float | None = None
-        self.hint_until: float | None = None
+        self.last_kind = GENERATE
+        self.hint_s: float | None = None
+        self.stalled_at = 0.0
         self.mid_phase = False
         self.mid_iteration = False
         self.changed = True
-        self.view: object = None
-        """What the group's discipline keeps of it."""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What it has on this group; one state may serve both sides."""
+        if self.rollout is self.train or self.train is None:
+            return (self.rollout,) if self.rollout is not None else ()
+        return (self.train,) if self.rollout is None else (self.rollout, self.train)
+
+    @property
+    def bytes(self) -> int:
+        """Of all its states, per GPU."""
+        return sum([state.bytes for state in self.states])
+
+    def state_for(self, call: "Call") -> State:
+        """The state that a call needs on the device."""
+        state = self.rollout if call.kind is GENERATE else self.train
+        assert state is not None, "calls go to the group that has their state"
+        return state
 
     def run(self, kind: CallKind, service_s: float, mid_phase: bool = False, ends_iteration: bool = False) -> "Call":
         """A call that a process yields; `mid_phase`: a tool call follows."""
@@ -95,7 +130,8 @@ class Resident:
 
     def stall(self, seconds: float, hint_s: float | None) -> float:
         """A stall that a process yields, with what the job says of its length."""
-        self.idle_until = None if hint_s is None else self.group.simulation.now + hint_s
+        self.hint_s = hint_s
+        self.stalled_at = self.group.simulation.now
         self.changed = True
         return seconds
 
@@ -103,13 +139,24 @@ class Resident:
 class Call:
     """One function execution."""
 
-    __slots__ = ("ends_iteration", "kind", "mid_phase", "process", "ready_since", "remaining_s", "resident", "started")
+    __slots__ = (
+        "ends_iteration",
+        "kind",
+        "mid_phase",
+        "process",
+        "ready_since",
+        "remaining_s",
+        "resident",
+        "service_s",
+        "started",
+    )
 
     def __init__(
         self, resident: Resident, kind: CallKind, service_s: float, mid_phase: bool, ends_iteration: bool
     ) -> None:
         self.resident = resident
         self.kind = kind
+        self.service_s = service_s
         self.remaining_s = service_s
         self.mid_phase = mid_phase
         self.ends_iteration = ends_iteration
@@ -152,10 +199,10 @@ class Group(ABC):
     def submit(self, call: Call) -> None:
         """Takes a call of a resident."""
 
-    def join(self, job: int, name: str, bytes_per_gpu: float, move_s: float) -> Resident:
+    def join(self, job: int, name: str, rollout: State | None, train: State | None) -> Resident:
         """Adds a resident."""
         self.charged_gpu_s()
-        resident = Resident(self, job, name, bytes_per_gpu, move_s)
+        resident = Resident(self, job, name, rollout, train)
         self.residents.append(resident)
         return resident
 
@@ -196,8 +243,8 @@ class Group(ABC):
         call.resident.call = None
         call.resident.mid_phase = call.mid_phase
         call.resident.mid_iteration = not call.ends_iteration
-        call.resident.last_finish = call.resident.last_used = self.simulation.now
-        call.resident.last_call_kind = call.kind
+        call.resident.last_finish = self.simulation.now
+        call.resident.last_kind = call.kind
         self.simulation.resume(process)
 
 
@@ -207,7 +254,6 @@ class PrivateGroup(Group):
     def submit(self, call: Call) -> None:
         """Runs the call at once."""
         self.enter(Mode.BUSY)
-        call.resident.idle_until = None
         self.simulation.at(self.simulation.now + call.remaining_s, self._finish, call)
 
     def _finish(self, call: Call) -> None:
@@ -235,6 +281,18 @@ class Discipline(Protocol):
 
     def decide(self, group: "SharedGroup", now: float) -> Run | Keep | None:
         """The group is free: what it does; None waits for an arrival."""
+        ...
+
+    def arrived(self, group: "SharedGroup", call: Call) -> None:
+        """A call was submitted."""
+        ...
+
+    def ran(self, group: "SharedGroup", call: Call, seconds: float, done: bool) -> None:
+        """A call ran for so long, to its end or until it yielded."""
+        ...
+
+    def left(self, group: "SharedGroup", resident: Resident) -> None:
+        """A job has left the group."""
         ...
 
     def interrupt(self, group: "SharedGroup", now: float) -> float | None:
@@ -268,7 +326,7 @@ class SharedGroup(Group):
 
     def submit(self, call: Call) -> None:
         """Queues the call."""
-        call.resident.idle_until = None
+        self.discipline.arrived(self, call)
         if not self._busy:
             self._decide()
         elif self.running is not None and self.mode is Mode.BUSY:
@@ -284,6 +342,7 @@ class SharedGroup(Group):
     def leave(self, resident: Resident) -> None:
         """Removes a resident that has nothing to run any more."""
         super().leave(resident)
+        self.discipline.left(self, resident)
         if self.serving is resident:
             self.serving = None
         if not self._busy:
@@ -311,7 +370,6 @@ class SharedGroup(Group):
             self.totals.waits_s.append(now - call.ready_since)
             self.totals.setups_s.append(decision.setup_s)
         resident.changed = True
-        resident.attained_s += decision.setup_s
         self.running = call
         if decision.setup_s > 0.0:
             self.enter(Mode.SWAP)
@@ -325,7 +383,7 @@ class SharedGroup(Group):
         self.run_start = self.simulation.now
         self.run_end = self.run_start + call.remaining_s
         self.simulation.at(self.run_end, self._finish, self._token)
-        if any([r.call is not None and r.call is not call for r in self.residents]):
+        if any(r.call is not None and r.call is not call for r in self.residents):
             self._consider(self._token)
 
     def _consider(self, token: int) -> None:
@@ -351,18 +409,20 @@ class SharedGroup(Group):
         call = self.running
         assert call is not None
         resident = call.resident
-        ran = self.simulation.now - self.run_start
-        call.remaining_s -= ran
-        resident.attained_s += ran
-        resident.used_s += ran
+        now = self.simulation.now
+        ran_s = now - self.run_start
+        call.remaining_s -= ran_s
         resident.changed = True
-        resident.last_used = self.simulation.now
-        resident.dirty = resident.dirty or call.kind is TRAIN
+        state = resident.state_for(call)
+        state.last_used = now
+        state.dirty = state.dirty or call.kind is TRAIN
         self.running = None
-        if call.remaining_s > 1e-9:
-            call.ready_since = self.simulation.now
-        else:
+        done = call.remaining_s <= 1e-9
+        self.discipline.ran(self, call, ran_s, done)
+        if done:
             self._resume(call)
+        else:
+            call.ready_since = resident.last_finish = now
         self._decide()
 
 
@@ -381,7 +441,6 @@ class OverlappingGroup(Group):
 
     def submit(self, call: Call) -> None:
         """Runs the call at once beside what runs."""
-        call.resident.idle_until = None
         self._advance()
         self.totals.waits_s.append(0.0)
         self.totals.setups_s.append(0.0)

@@ -1,4 +1,4 @@
-"""What a job does, as processes of the engine: its iterations on one colocated group, or on a rollout and a training group.
+"""What a job does, as processes of the engine: its iterations on one colocated group, or on two, one for each side.
 
 A process is deterministic: every duration was drawn with the job. Scales say how a form differs from the class's own.
 """

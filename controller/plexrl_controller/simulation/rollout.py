@@ -1,4 +1,4 @@
-"""A rollout, response by response: how long it takes on other numbers of replicas, and what consolidating its tail frees.
+"""A rollout, response by response: its length on other numbers of replicas, and what consolidating its tail frees.
 
 512 responses (64 prompts of 8), lengths lognormal with cv .9 and correlation .6 within a prompt. A decoding step of a
 replica with b responses takes 1 + b / knee units: memory-bound at first, then growing with the batch. Times are
@@ -45,7 +45,7 @@ def lengths(profile: int) -> np.ndarray:
     prompt = rng.standard_normal((PROMPTS, 1)) * math.sqrt(PROMPT_CORRELATION)
     own = rng.standard_normal((PROMPTS, RESPONSES_PER_PROMPT)) * math.sqrt(1.0 - PROMPT_CORRELATION)
     values = np.exp(sigma * (prompt + own) - 0.5 * sigma * sigma).ravel()
-    return np.minimum(values, LONGEST)
+    return np.asarray(np.minimum(values, LONGEST))
 
 
 def replicas_of(job_class: JobClass, gpus: int) -> int:

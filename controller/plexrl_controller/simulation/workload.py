@@ -18,7 +18,7 @@ class Hardware:
 
     node_gpus: int = 8
     device_bytes: float = 80e9
-    state_share: float = 0.5
+    state_share: float = 0.75
     """Part of a device that model state may take; the rest is for activations and KV."""
     node_host_bytes: float = 2e12
     link_bytes_per_s: float = 16e9
@@ -315,7 +315,8 @@ def generate(settings: GeneratorSettings) -> tuple[Job, ...]:
         rng = np.random.Generator(np.random.PCG64(root.spawn(1)[0]))
         job_class = fitting[int(rng.choice(len(fitting), p=weights))]
         length = settings.mean_iterations * math.exp(sigma * rng.standard_normal() - 0.5 * sigma * sigma)
-        count = max(3, round(length * (rng.random() if initial else 1.0)))
+        part = float(rng.random())
+        count = max(3, round(length * (part if initial else 1.0)))
         job = Job(
             index=index,
             job_class=job_class,
