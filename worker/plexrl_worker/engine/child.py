@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -34,18 +35,18 @@ _MAX_QUEUED_REQUESTS = 256
 
 log = logging.getLogger("plexrl.engine")
 
-EngineFactory = Callable[[port.EngineSettings], port.Engine]
+EngineFactory = Callable[[port.EngineSettings, Path | None], port.Engine]
 
 
-def start_vllm(settings: port.EngineSettings) -> port.Engine:
+def start_vllm(settings: port.EngineSettings, directory: Path | None) -> port.Engine:
     """The real engine. Imported here because importing it takes seconds and needs its environment set before."""
     environment.prepare(settings.threads)
     from plexrl_worker.engine.vllm_torch import start
 
-    return start(settings)
+    return start(settings, directory)
 
 
-def start_fake(settings: port.EngineSettings) -> port.Engine:
+def start_fake(settings: port.EngineSettings, _: Path | None) -> port.Engine:
     """The test double, without torch and vLLM."""
     from plexrl_worker.engine.fake import FakeEngine
 
@@ -80,8 +81,9 @@ class RequestControl:
 class Child:
     """Serves one engine on one socket."""
 
-    def __init__(self, sock: socket.socket, factory: EngineFactory) -> None:
+    def __init__(self, sock: socket.socket, factory: EngineFactory, directory: Path | None) -> None:
         self._sock = sock
+        self._directory = directory
         self._factory = factory
         self._engine: port.Engine | None = None
         self._requests: queue.Queue[tuple[e.EngineRequest, int | None]] = queue.Queue(_MAX_QUEUED_REQUESTS)
@@ -147,7 +149,7 @@ class Child:
         if function == "start":
             if self._engine is not None:
                 raise InvalidArgument("start: the engine is already started")
-            self._engine = self._factory(codec.settings(request.start))
+            self._engine = self._factory(codec.settings(request.start), self._directory)
             return e.EngineResponse(description=codec.description_response(self._engine.describe()))
         if self._engine is None:
             raise InvalidArgument(f"{function}: start the engine first")
@@ -173,6 +175,9 @@ def run_function(
             return done
         case "swap_out":
             report = engine.swap_out(deployment_id, codec.components(request.swap_out.components), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
+        case "write_back":
+            report = engine.write_back(deployment_id, codec.components(request.write_back.components), control)
             return e.EngineResponse(swap=codec.swap_response(report))
         case "swap_in":
             parked, components = request.swap_in.parked, request.swap_in.components
@@ -249,12 +254,13 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
     parser.add_argument("--parent-pid", type=int, required=True, help="the daemon; this process dies with it")
     parser.add_argument("--engine", choices=sorted(FACTORIES), required=True, help="which engine")
+    parser.add_argument("--directory", type=Path, help="private directory of this process (default: a temporary one)")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # The daemon ends children itself; a terminal's Ctrl-C must not reach them first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Child(socket.socket(fileno=arguments.fd), FACTORIES[arguments.engine]).run()
+    Child(socket.socket(fileno=arguments.fd), FACTORIES[arguments.engine], arguments.directory).run()
 
 
 if __name__ == "__main__":

@@ -111,15 +111,15 @@ class EngineProcess:
         kind: str,
         settings: port.EngineSettings,
         *,
+        directory: Path | None = None,
         start_limit_s: float = 300.0,
         hang_limit_s: float = 120.0,
         log_file: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        on_spawn: Callable[[int], None] | None = None,
     ) -> Self:
         """Starts a child ("vllm" or "fake") and its engine. Must run in the daemon's main thread: the child dies with
-        the thread that made it. `log_file` takes its output, else it goes where the daemon's goes.
-        `on_spawn` hears its process id at once, seconds before the engine is up.
+        the thread that made it. `log_file` takes its output, else it goes where the daemon's goes. `directory` is the
+        child's own, for the caller to remove; without one the child makes a temporary one.
 
         Raises Unsupported, InvalidArgument and other EngineErrors of the engine's start, EngineDied, EngineHung.
         """
@@ -129,6 +129,7 @@ class EngineProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "plexrl_worker.engine.child"),
                 *("--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()), "--engine", kind),
+                *(() if directory is None else ("--directory", str(directory))),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -142,8 +143,6 @@ class EngineProcess:
             theirs.close()
             if log is not None:
                 log.close()
-        if on_spawn is not None:
-            on_spawn(process.pid)
         ours.setblocking(False)
         engine = cls(process, ours, max(start_limit_s, hang_limit_s))
         try:
@@ -215,6 +214,12 @@ class EngineProcess:
         """See port.Engine.swap_out."""
         swap = e.SwapOutRequest(components=codec.component_values(components))
         request = e.EngineRequest(deployment_id=deployment_id, swap_out=swap)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
+    def write_back(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
+        """See port.Engine.write_back."""
+        write_back = e.WriteBackRequest(components=codec.component_values(components))
+        request = e.EngineRequest(deployment_id=deployment_id, write_back=write_back)
         return self._call(request, lambda r: codec.swap_report(r.swap))
 
     def swap_in(

@@ -151,19 +151,21 @@ class FakeEngine:
         started_s = time.monotonic()
         deployment = self._deployment(deployment_id)
         self._faults.strike("swap_out", control)
-        moved = released = 0
-        for component in deployment.ledger.resident(components):
-            place = deployment.ledger.place(component)
-            if deployment.ledger.is_dirty(component):
-                raw = deployment.arrays[component].view(np.uint8)
-                if not deployment.ledger.is_zero(component):
-                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
-                    moved += place.size_bytes
-                deployment.ledger.park(component, _checksum(raw))
+        leaving = deployment.ledger.resident(components)
+        moved, released = self._park(deployment, leaving), 0
+        for component in leaving:
             deployment.ledger.evict(component)
             del deployment.arrays[component]
-            released += place.size_bytes
+            released += deployment.ledger.place(component).size_bytes
         return SwapReport(moved, released, time.monotonic() - started_s, deployment.ledger.parked_state())
+
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        self._faults.strike("write_back", control)
+        moved = self._park(deployment, deployment.ledger.resident(components))
+        return SwapReport(moved, 0, time.monotonic() - started_s, deployment.ledger.parked_state())
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
@@ -395,6 +397,19 @@ class FakeEngine:
             "config_sha256": hashlib.sha256(self._settings.config_json.encode()).hexdigest(),
             "threads": str(self._settings.threads),
         }
+
+    def _park(self, deployment: _Deployment, components: Collection[Component]) -> int:
+        """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
+        moved = 0
+        for component in components:
+            if deployment.ledger.is_dirty(component):
+                place = deployment.ledger.place(component)
+                raw = deployment.arrays[component].view(np.uint8)
+                if not deployment.ledger.is_zero(component):
+                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
+                    moved += place.size_bytes
+                deployment.ledger.park(component, _checksum(raw))
+        return moved
 
     def _fill(
         self,

@@ -62,13 +62,16 @@ from plexrl_worker.engine.port import (
 from plexrl_worker.engine.trainer import Trainer
 
 
-def start(settings: EngineSettings) -> "VllmTorchEngine":
-    """Starts the engine. Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run."""
+def start(settings: EngineSettings, directory: Path | None = None) -> "VllmTorchEngine":
+    """Starts the engine; `directory` is its own, to write to.
+
+    Raises Unsupported or InvalidArgument with the reason when the architecture cannot be run.
+    """
     torch.set_num_threads(settings.threads)
     transformers.utils.logging.set_verbosity_error()
     try:
         config = model_config.read(settings.config_json)
-        return VllmTorchEngine(settings, config)
+        return VllmTorchEngine(settings, config, directory)
     except EngineError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -81,7 +84,7 @@ def start(settings: EngineSettings) -> "VllmTorchEngine":
 class VllmTorchEngine:
     """port.Engine on vLLM and torch."""
 
-    def __init__(self, settings: EngineSettings, config: PretrainedConfig) -> None:
+    def __init__(self, settings: EngineSettings, config: PretrainedConfig, directory: Path | None = None) -> None:
         self._settings = settings
         self._config = config
         self._device: Device = CudaDevice() if torch.cuda.is_available() else CpuDevice()
@@ -93,7 +96,7 @@ class VllmTorchEngine:
             )
         self._trainer = Trainer(config, settings.precision, self._device.torch_device)
         shapes = {view.name: view.shape for view in self._trainer.parameters}
-        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device)
+        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device, directory)
         self._threads = torch.get_num_threads()
         if self._threads != settings.threads:
             raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
@@ -166,21 +169,20 @@ class VllmTorchEngine:
         deployment = self._deployment(deployment_id)
         ledger = deployment.ledger
         used_bytes = self._device.used_bytes()
-        moved = 0
         leaving = ledger.resident(components)
-        for component in leaving:
-            if ledger.is_dirty(component) and ledger.is_zero(component):
-                ledger.park(component, 0)
-            elif ledger.is_dirty(component):
-                place = deployment.place(component)
-                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
-                moved += place.size
-            control.progress(moved, deployment.layout.host_bytes)
+        moved = self._park(deployment, leaving, control)
         for component in leaving:
             self._release(deployment, component)
         self._device.trim()
         released = used_bytes - self._device.used_bytes()
         return SwapReport(moved, released, time.monotonic() - started_s, ledger.parked_state())
+
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        moved = self._park(deployment, deployment.ledger.resident(components), control)
+        return SwapReport(moved, 0, time.monotonic() - started_s, deployment.ledger.parked_state())
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
@@ -487,6 +489,19 @@ class VllmTorchEngine:
                 self._release(deployment, earlier)
             raise
         taken.append(component)
+
+    def _park(self, deployment: Deployment, components: Collection[Component], control: Control) -> int:
+        """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
+        ledger, moved = deployment.ledger, 0
+        for component in components:
+            if ledger.is_dirty(component) and ledger.is_zero(component):
+                ledger.park(component, 0)
+            elif ledger.is_dirty(component):
+                place = deployment.place(component)
+                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
+                moved += place.size
+            control.progress(moved, deployment.layout.host_bytes)
+        return moved
 
     def _release(self, deployment: Deployment, component: Component) -> None:
         if component is Component.ROLLOUT_WEIGHTS:
