@@ -62,16 +62,19 @@ class WorkerCapabilities(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_NAME_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    DISK_STATE_BYTES_FIELD_NUMBER: _builtins.int
     device_state_bytes: _builtins.int
     """Bytes of model state that the device may hold at a time, KV cache apart."""
     host_state_bytes: _builtins.int
-    """Bytes of parked model state that the host tier may hold."""
+    """Bytes of parked model state that the host tier may hold; the least recently used of what is above goes to disk."""
     kv_cache_bytes: _builtins.int
     """Bytes of KV cache that an engine gets."""
     device_name: _builtins.str
     """cpu, or the CUDA device's name."""
     threads: _builtins.int
     """Compute threads of an engine: bit-equal replay needs the same number."""
+    disk_state_bytes: _builtins.int
+    """Bytes of parked model state that the disk tier may hold; 0: there is none."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face architecture names, e.g. Qwen3ForCausalLM."""
@@ -105,10 +108,11 @@ class WorkerCapabilities(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         device_name: _builtins.str = ...,
         threads: _builtins.int = ...,
+        disk_state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

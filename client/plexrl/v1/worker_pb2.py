@@ -28,7 +28,7 @@ from plexrl.v1 import registry_pb2 as plexrl_dot_v1_dot_registry__pb2
 from plexrl.v1 import types_pb2 as plexrl_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16plexrl/v1/worker.proto\x12\tplexrl.v1\x1a\x17google/rpc/status.proto\x1a\x15plexrl/v1/model.proto\x1a\x18plexrl/v1/registry.proto\x1a\x15plexrl/v1/types.proto\"8\n\x0bPullRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\x04\"\x1c\n\x0cPullResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xed\x01\n\x0b\x44\x65ployOrder\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\"\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x14.plexrl.v1.ModelBase\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x05 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12\x15\n\rcheckpoint_id\x18\x06 \x01(\t\x12\x18\n\x10\x61pplied_sequence\x18\x07 \x01(\x04\x12\x17\n\x0fweights_version\x18\x08 \x01(\x04\"\x1d\n\tDropOrder\x12\x10\n\x08model_id\x18\x01 \x01(\t\"B\n\x10SwapWeightsOrder\x12\x17\n\x0f\x65vict_model_ids\x18\x01 \x03(\t\x12\x15\n\rload_model_id\x18\x02 \x01(\t\"\xd7\x01\n\x0cRunCallOrder\x12$\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x17\n\x0fweights_version\x18\x05 \x01(\x04\x12!\n\x04spec\x18\x06 \x01(\x0b\x32\x13.plexrl.v1.CallSpec\x12\x19\n\x11new_checkpoint_id\x18\x07 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x08 \x01(\x04\"2\n\nAbortOrder\x12$\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\"\xae\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\x04\x12\x13\n\x0bleader_term\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12(\n\x06\x64\x65ploy\x18\x04 \x01(\x0b\x32\x16.plexrl.v1.DeployOrderH\x00\x12$\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x14.plexrl.v1.DropOrderH\x00\x12\x33\n\x0cswap_weights\x18\x06 \x01(\x0b\x32\x1b.plexrl.v1.SwapWeightsOrderH\x00\x12+\n\x08run_call\x18\x07 \x01(\x0b\x32\x17.plexrl.v1.RunCallOrderH\x00\x12&\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x15.plexrl.v1.AbortOrderH\x00\x42\x08\n\x06\x61\x63tion\"c\n\x0e\x45xecuteRequest\x12 \n\x06orders\x18\x01 \x03(\x0b\x32\x10.plexrl.v1.Order\x12\x13\n\x0bleader_term\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\"\x0e\n\x0cOrderStarted\",\n\rOrderProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\"\x85\x01\n\rOrderFinished\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x15.plexrl.v1.CallResult\x12*\n\x08\x64\x65ployed\x18\x03 \x01(\x0b\x32\x18.plexrl.v1.DeployedModel\"T\n\rDeployedModel\x12\x17\n\x0fparameter_count\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x15\n\rhas_tokenizer\x18\x03 \x01(\x08\"\xcd\x02\n\x06Report\x12\x10\n\x08order_id\x18\x01 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\x12*\n\x07started\x18\x04 \x01(\x0b\x32\x17.plexrl.v1.OrderStartedH\x00\x12,\n\x08progress\x18\x05 \x01(\x0b\x32\x18.plexrl.v1.OrderProgressH\x00\x12,\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x18.plexrl.v1.OrderFinishedH\x00\x12,\n\tintervals\x18\x07 \x03(\x0b\x32\x19.plexrl.v1.DeviceInterval\x12\x30\n\x0b\x64\x65ployments\x18\x08 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatusB\x07\n\x05\x65vent\"5\n\x0f\x45xecuteResponse\x12\"\n\x07reports\x18\x01 \x03(\x0b\x32\x11.plexrl.v1.Report\"2\n\x0fRunOrderRequest\x12\x1f\n\x05order\x18\x01 \x01(\x0b\x32\x10.plexrl.v1.Order\"5\n\x10RunOrderResponse\x12!\n\x06report\x18\x01 \x01(\x0b\x32\x11.plexrl.v1.Report\"\x12\n\x10GetStatusRequest\"\xa3\x01\n\x0c\x45ngineStatus\x12\x12\n\nengine_key\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\tmodel_ids\x18\x05 \x03(\t\x12\x12\n\nhas_device\x18\x06 \x01(\x08\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06starts\x18\x08 \x01(\r\"\xe0\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12\x13\n\x0bleader_term\x18\x04 \x01(\x04\x12\x33\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12(\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x17.plexrl.v1.EngineStatus\x12\x30\n\x0b\x64\x65ployments\x18\x07 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12(\n\x08\x61ttempts\x18\x08 \x03(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x19\n\x11\x64\x65vice_used_bytes\x18\t \x01(\x04\x12\x17\n\x0fhost_used_bytes\x18\n \x01(\x04\x12\x0f\n\x07version\x18\x0b \x01(\t2\xce\x03\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x19.plexrl.v1.ExecuteRequest\x1a\x1a.plexrl.v1.ExecuteResponse\"\x00(\x01\x30\x01\x12\x45\n\x08RunOrder\x12\x1a.plexrl.v1.RunOrderRequest\x1a\x1b.plexrl.v1.RunOrderResponse\"\x00\x12\x43\n\tGetStatus\x12\x1b.plexrl.v1.GetStatusRequest\x1a\x17.plexrl.v1.WorkerStatus\"\x00\x12I\n\x0cTokenizeText\x12\x1a.plexrl.v1.TokenizeRequest\x1a\x1b.plexrl.v1.TokenizeResponse\"\x00\x12N\n\rDetokenizeIds\x12\x1c.plexrl.v1.DetokenizeRequest\x1a\x1d.plexrl.v1.DetokenizeResponse\"\x00\x12N\n\x0eReadCheckpoint\x12\".plexrl.v1.ExportCheckpointRequest\x1a\x14.plexrl.v1.FileChunk\"\x00\x30\x01\x32L\n\rWeightService\x12;\n\x04Pull\x12\x16.plexrl.v1.PullRequest\x1a\x17.plexrl.v1.PullResponse\"\x00\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16plexrl/v1/worker.proto\x12\tplexrl.v1\x1a\x17google/rpc/status.proto\x1a\x15plexrl/v1/model.proto\x1a\x18plexrl/v1/registry.proto\x1a\x15plexrl/v1/types.proto\"8\n\x0bPullRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\x04\"\x1c\n\x0cPullResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xed\x01\n\x0b\x44\x65ployOrder\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\"\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x14.plexrl.v1.ModelBase\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x05 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12\x15\n\rcheckpoint_id\x18\x06 \x01(\t\x12\x18\n\x10\x61pplied_sequence\x18\x07 \x01(\x04\x12\x17\n\x0fweights_version\x18\x08 \x01(\x04\"\x1d\n\tDropOrder\x12\x10\n\x08model_id\x18\x01 \x01(\t\"B\n\x10SwapWeightsOrder\x12\x17\n\x0f\x65vict_model_ids\x18\x01 \x03(\t\x12\x15\n\rload_model_id\x18\x02 \x01(\t\"@\n\rPrefetchOrder\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.plexrl.v1.Tier\"\xd7\x01\n\x0cRunCallOrder\x12$\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x17\n\x0fweights_version\x18\x05 \x01(\x04\x12!\n\x04spec\x18\x06 \x01(\x0b\x32\x13.plexrl.v1.CallSpec\x12\x19\n\x11new_checkpoint_id\x18\x07 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x08 \x01(\x04\"2\n\nAbortOrder\x12$\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\"\xdc\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\x04\x12\x13\n\x0bleader_term\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12(\n\x06\x64\x65ploy\x18\x04 \x01(\x0b\x32\x16.plexrl.v1.DeployOrderH\x00\x12$\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x14.plexrl.v1.DropOrderH\x00\x12\x33\n\x0cswap_weights\x18\x06 \x01(\x0b\x32\x1b.plexrl.v1.SwapWeightsOrderH\x00\x12+\n\x08run_call\x18\x07 \x01(\x0b\x32\x17.plexrl.v1.RunCallOrderH\x00\x12&\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x15.plexrl.v1.AbortOrderH\x00\x12,\n\x08prefetch\x18\x0b \x01(\x0b\x32\x18.plexrl.v1.PrefetchOrderH\x00\x42\x08\n\x06\x61\x63tion\"c\n\x0e\x45xecuteRequest\x12 \n\x06orders\x18\x01 \x03(\x0b\x32\x10.plexrl.v1.Order\x12\x13\n\x0bleader_term\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\"\x0e\n\x0cOrderStarted\",\n\rOrderProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\"\x85\x01\n\rOrderFinished\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x15.plexrl.v1.CallResult\x12*\n\x08\x64\x65ployed\x18\x03 \x01(\x0b\x32\x18.plexrl.v1.DeployedModel\"T\n\rDeployedModel\x12\x17\n\x0fparameter_count\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x15\n\rhas_tokenizer\x18\x03 \x01(\x08\"\xcd\x02\n\x06Report\x12\x10\n\x08order_id\x18\x01 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x16.plexrl.v1.CallAttempt\x12*\n\x07started\x18\x04 \x01(\x0b\x32\x17.plexrl.v1.OrderStartedH\x00\x12,\n\x08progress\x18\x05 \x01(\x0b\x32\x18.plexrl.v1.OrderProgressH\x00\x12,\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x18.plexrl.v1.OrderFinishedH\x00\x12,\n\tintervals\x18\x07 \x03(\x0b\x32\x19.plexrl.v1.DeviceInterval\x12\x30\n\x0b\x64\x65ployments\x18\x08 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatusB\x07\n\x05\x65vent\"5\n\x0f\x45xecuteResponse\x12\"\n\x07reports\x18\x01 \x03(\x0b\x32\x11.plexrl.v1.Report\"2\n\x0fRunOrderRequest\x12\x1f\n\x05order\x18\x01 \x01(\x0b\x32\x10.plexrl.v1.Order\"5\n\x10RunOrderResponse\x12!\n\x06report\x18\x01 \x01(\x0b\x32\x11.plexrl.v1.Report\"\x12\n\x10GetStatusRequest\"\xba\x01\n\x0c\x45ngineStatus\x12\x12\n\nengine_key\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\tmodel_ids\x18\x05 \x03(\t\x12\x12\n\nhas_device\x18\x06 \x01(\x08\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06starts\x18\x08 \x01(\r\x12\x15\n\rresidue_bytes\x18\t \x01(\x04\"\xe4\x01\n\x0cTierCounters\x12\x19\n\x11loads_from_device\x18\x01 \x01(\x04\x12\x17\n\x0floads_from_host\x18\x02 \x01(\x04\x12\x17\n\x0floads_from_disk\x18\x03 \x01(\x04\x12\x15\n\rprefetch_hits\x18\x04 \x01(\x04\x12\x17\n\x0fprefetch_misses\x18\x05 \x01(\x04\x12\x0e\n\x06spills\x18\x06 \x01(\x04\x12\x13\n\x0b\x64isk_writes\x18\x07 \x01(\x04\x12\x18\n\x10\x64isk_write_bytes\x18\x08 \x01(\x04\x12\x18\n\x10\x65ngines_replaced\x18\t \x01(\x04\"\xa1\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12\x13\n\x0bleader_term\x18\x04 \x01(\x04\x12\x33\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12(\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x17.plexrl.v1.EngineStatus\x12\x30\n\x0b\x64\x65ployments\x18\x07 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12(\n\x08\x61ttempts\x18\x08 \x03(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x19\n\x11\x64\x65vice_used_bytes\x18\t \x01(\x04\x12\x17\n\x0fhost_used_bytes\x18\n \x01(\x04\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x17\n\x0f\x64isk_used_bytes\x18\x0c \x01(\x04\x12&\n\x05tiers\x18\r \x01(\x0b\x32\x17.plexrl.v1.TierCounters2\xce\x03\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x19.plexrl.v1.ExecuteRequest\x1a\x1a.plexrl.v1.ExecuteResponse\"\x00(\x01\x30\x01\x12\x45\n\x08RunOrder\x12\x1a.plexrl.v1.RunOrderRequest\x1a\x1b.plexrl.v1.RunOrderResponse\"\x00\x12\x43\n\tGetStatus\x12\x1b.plexrl.v1.GetStatusRequest\x1a\x17.plexrl.v1.WorkerStatus\"\x00\x12I\n\x0cTokenizeText\x12\x1a.plexrl.v1.TokenizeRequest\x1a\x1b.plexrl.v1.TokenizeResponse\"\x00\x12N\n\rDetokenizeIds\x12\x1c.plexrl.v1.DetokenizeRequest\x1a\x1d.plexrl.v1.DetokenizeResponse\"\x00\x12N\n\x0eReadCheckpoint\x12\".plexrl.v1.ExportCheckpointRequest\x1a\x14.plexrl.v1.FileChunk\"\x00\x30\x01\x32L\n\rWeightService\x12;\n\x04Pull\x12\x16.plexrl.v1.PullRequest\x1a\x17.plexrl.v1.PullResponse\"\x00\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,38 +45,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DROPORDER']._serialized_end=491
   _globals['_SWAPWEIGHTSORDER']._serialized_start=493
   _globals['_SWAPWEIGHTSORDER']._serialized_end=559
-  _globals['_RUNCALLORDER']._serialized_start=562
-  _globals['_RUNCALLORDER']._serialized_end=777
-  _globals['_ABORTORDER']._serialized_start=779
-  _globals['_ABORTORDER']._serialized_end=829
-  _globals['_ORDER']._serialized_start=832
-  _globals['_ORDER']._serialized_end=1134
-  _globals['_EXECUTEREQUEST']._serialized_start=1136
-  _globals['_EXECUTEREQUEST']._serialized_end=1235
-  _globals['_ORDERSTARTED']._serialized_start=1237
-  _globals['_ORDERSTARTED']._serialized_end=1251
-  _globals['_ORDERPROGRESS']._serialized_start=1253
-  _globals['_ORDERPROGRESS']._serialized_end=1297
-  _globals['_ORDERFINISHED']._serialized_start=1300
-  _globals['_ORDERFINISHED']._serialized_end=1433
-  _globals['_DEPLOYEDMODEL']._serialized_start=1435
-  _globals['_DEPLOYEDMODEL']._serialized_end=1519
-  _globals['_REPORT']._serialized_start=1522
-  _globals['_REPORT']._serialized_end=1855
-  _globals['_EXECUTERESPONSE']._serialized_start=1857
-  _globals['_EXECUTERESPONSE']._serialized_end=1910
-  _globals['_RUNORDERREQUEST']._serialized_start=1912
-  _globals['_RUNORDERREQUEST']._serialized_end=1962
-  _globals['_RUNORDERRESPONSE']._serialized_start=1964
-  _globals['_RUNORDERRESPONSE']._serialized_end=2017
-  _globals['_GETSTATUSREQUEST']._serialized_start=2019
-  _globals['_GETSTATUSREQUEST']._serialized_end=2037
-  _globals['_ENGINESTATUS']._serialized_start=2040
-  _globals['_ENGINESTATUS']._serialized_end=2203
-  _globals['_WORKERSTATUS']._serialized_start=2206
-  _globals['_WORKERSTATUS']._serialized_end=2558
-  _globals['_WORKERSERVICE']._serialized_start=2561
-  _globals['_WORKERSERVICE']._serialized_end=3023
-  _globals['_WEIGHTSERVICE']._serialized_start=3025
-  _globals['_WEIGHTSERVICE']._serialized_end=3101
+  _globals['_PREFETCHORDER']._serialized_start=561
+  _globals['_PREFETCHORDER']._serialized_end=625
+  _globals['_RUNCALLORDER']._serialized_start=628
+  _globals['_RUNCALLORDER']._serialized_end=843
+  _globals['_ABORTORDER']._serialized_start=845
+  _globals['_ABORTORDER']._serialized_end=895
+  _globals['_ORDER']._serialized_start=898
+  _globals['_ORDER']._serialized_end=1246
+  _globals['_EXECUTEREQUEST']._serialized_start=1248
+  _globals['_EXECUTEREQUEST']._serialized_end=1347
+  _globals['_ORDERSTARTED']._serialized_start=1349
+  _globals['_ORDERSTARTED']._serialized_end=1363
+  _globals['_ORDERPROGRESS']._serialized_start=1365
+  _globals['_ORDERPROGRESS']._serialized_end=1409
+  _globals['_ORDERFINISHED']._serialized_start=1412
+  _globals['_ORDERFINISHED']._serialized_end=1545
+  _globals['_DEPLOYEDMODEL']._serialized_start=1547
+  _globals['_DEPLOYEDMODEL']._serialized_end=1631
+  _globals['_REPORT']._serialized_start=1634
+  _globals['_REPORT']._serialized_end=1967
+  _globals['_EXECUTERESPONSE']._serialized_start=1969
+  _globals['_EXECUTERESPONSE']._serialized_end=2022
+  _globals['_RUNORDERREQUEST']._serialized_start=2024
+  _globals['_RUNORDERREQUEST']._serialized_end=2074
+  _globals['_RUNORDERRESPONSE']._serialized_start=2076
+  _globals['_RUNORDERRESPONSE']._serialized_end=2129
+  _globals['_GETSTATUSREQUEST']._serialized_start=2131
+  _globals['_GETSTATUSREQUEST']._serialized_end=2149
+  _globals['_ENGINESTATUS']._serialized_start=2152
+  _globals['_ENGINESTATUS']._serialized_end=2338
+  _globals['_TIERCOUNTERS']._serialized_start=2341
+  _globals['_TIERCOUNTERS']._serialized_end=2569
+  _globals['_WORKERSTATUS']._serialized_start=2572
+  _globals['_WORKERSTATUS']._serialized_end=2989
+  _globals['_WORKERSERVICE']._serialized_start=2992
+  _globals['_WORKERSERVICE']._serialized_end=3454
+  _globals['_WEIGHTSERVICE']._serialized_start=3456
+  _globals['_WEIGHTSERVICE']._serialized_end=3532
 # @@protoc_insertion_point(module_scope)
