@@ -72,6 +72,11 @@ class RemoteEngine:
     ) -> port.SwapReport:
         return self._run(lambda: self.process.swap_out(deployment_id, components), control)
 
+    def write_back(
+        self, deployment_id: str, components: Collection[port.Component], control: port.Control
+    ) -> port.SwapReport:
+        return self._run(lambda: self.process.write_back(deployment_id, components), control)
+
     def swap_in(
         self,
         deployment_id: str,

@@ -60,11 +60,13 @@ def settings_in(directory: Path, **changes: Any) -> WorkerSettings:
         threads=1,
         state_dir=directory / "state",
         checkpoint_dir=directory / "checkpoints",
+        snapshot_bytes=64 * 2**20,
         catalogue={},
         labels={"zone": "a"},
         engine="fake",
         engine_start_timeout_s=30.0,
         hang_timeout_s=30.0,
+        stop_grace_s=0.0,
         tls=None,
     )
     return replace(settings, **changes)

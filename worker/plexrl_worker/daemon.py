@@ -28,6 +28,7 @@ from plexrl_worker.registration import Registration
 from plexrl_worker.server import WorkerServer
 from plexrl_worker.service import WorkerService
 from plexrl_worker.settings import WorkerSettings
+from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import reap_orphans
 from plexrl_worker.systemd_notify import notify, watchdog_interval_s
 
@@ -48,7 +49,9 @@ class WorkerDaemon:
         bases = BaseLibrary(settings.state_dir / "bases", settings.catalogue, payloads.read, settings.host_state_bytes)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.name)
         checkpoints.remove_partial()
-        self._host = ModelHost(settings, bases, checkpoints)
+        self._snapshots = SnapshotStore(settings.checkpoint_dir / "snapshots", settings.name, settings.snapshot_bytes)
+        self._snapshots.remove_partial()
+        self._host = ModelHost(settings, bases, checkpoints, self._snapshots)
         self._desk = OrderDesk(self._host, self._fences, self._outbox)
         service = WorkerService(self._desk, self._host, self._fences, self._outbox, checkpoints, self.status)
         self.server = WorkerServer(settings, service)
@@ -162,6 +165,8 @@ class WorkerDaemon:
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,
+            machine_type=self._host.machine_type,
+            checkpoint_store_id=self._snapshots.store_id(),
         )
 
     def status(self) -> w.WorkerStatus:

@@ -5,7 +5,8 @@ orders' fences and no reports: what it did goes into the journal that the caller
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import structlog
@@ -14,12 +15,14 @@ from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker import machine
 from plexrl_worker.arena import HostArena
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
-from plexrl_worker.deployment import Deployment, check_settings, make_deployment
+from plexrl_worker.deployment import Deployment, HostState, check_settings, configuration_sha256, make_deployment
 from plexrl_worker.device import Device
 from plexrl_worker.engine import errors as engine_errors
+from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import (
     EngineDied,
@@ -33,6 +36,7 @@ from plexrl_worker.errors import (
 from plexrl_worker.journal import Journal
 from plexrl_worker.residency import Residency
 from plexrl_worker.settings import WorkerSettings
+from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import EngineSupervisor
 
 _log = structlog.get_logger(__name__)
@@ -41,11 +45,15 @@ _log = structlog.get_logger(__name__)
 class ModelHost:
     """The models of this worker and the device they share."""
 
-    def __init__(self, settings: WorkerSettings, bases: BaseLibrary, checkpoints: CheckpointStore) -> None:
+    def __init__(
+        self, settings: WorkerSettings, bases: BaseLibrary, checkpoints: CheckpointStore, snapshots: SnapshotStore
+    ) -> None:
         self.device = Device()
         self.residency = Residency(settings.device_state_bytes)
         self.arena = HostArena(settings.host_state_bytes)
         self.checkpoints = checkpoints
+        self.snapshots = snapshots
+        self.machine_type = machine.machine_type(settings.device)
         self.supervisor = EngineSupervisor(
             settings.engine,
             settings.device,
@@ -104,19 +112,28 @@ class ModelHost:
             weights_version=deployment.weights_version,
             applied_sequence=deployment.applied_sequence,
             state_lost=deployment.state_lost,
+            host_image=deployment.state_lost and deployment.host_state is not None,
+            host_image_sequence=deployment.host_state.applied_sequence if deployment.host_state else 0,
+            host_image_weights_version=deployment.host_state.weights_version if deployment.host_state else 0,
         )
+
+    def unsaved(self) -> bool:
+        """Whether this worker's end would cost state that is nowhere else, as far as it knows."""
+        return any(not d.state_lost for d in self._deployments.values())
 
     # Orders.
 
     async def deploy(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
         """Builds or restores a model and parks it. Leaves on the device what was there.
 
-        The same order again, for a model whose state is not lost, changes nothing.
+        The same order again, for a model whose state is not lost, changes nothing: calls may have run since.
         """
         present = self._deployments.get(order.model_id)
         if present is not None and present.order == order and not present.state_lost:
             journal.touch(order.model_id)
             return present.description()
+        if order.from_host_image:
+            return await self._restore_host_image(order, journal)
         check_settings(order.settings)
         directory = None
         if order.checkpoint_id:
@@ -128,6 +145,9 @@ class ModelHost:
         deployment = make_deployment(order, base, self._settings)
         try:
             process = await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
+            if order.HasField("snapshot"):
+                await self._restore_snapshot(deployment, process, order.snapshot, journal)
+                return deployment.description()
             async with self.device.lock:
                 former = self.residency.resident_models()
                 for other in former:
@@ -185,16 +205,44 @@ class ModelHost:
             return
         with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_OUT, charged_to)) as interval:
             try:
-                report = await process.swap_out(model_id, deployment.components)
+                async with self._image_written(deployment):
+                    report = await process.swap_out(model_id, deployment.components)
             except engine_errors.EngineDied as error:
                 self.engine_failed(process, error, journal)
                 return
             except engine_errors.EngineError as error:
                 raise self.engine_failed(process, error, journal) from error
             interval.moved_bytes = report.bytes_moved
-        deployment.parked = report.parked
+        self._image_holds(deployment, report.parked)
         self.residency.parked(model_id)
         journal.touch(model_id)
+
+    async def write_back(self, deployment: Deployment, journal: Journal) -> None:
+        """Copies what is dirty of a model on the device to the host tier; it stays on the device."""
+        model_id = deployment.model_id
+        process = self.settle(deployment, journal)
+        if process is None or not self.residency.on_device(model_id):
+            return
+        try:
+            async with self._image_written(deployment):
+                report = await process.write_back(model_id, deployment.components)
+        except engine_errors.EngineError as error:
+            raise self.engine_failed(process, error, journal) from error
+        self._image_holds(deployment, report.parked)
+        self.residency.written_back(model_id)
+        journal.touch(model_id)
+
+    @contextlib.asynccontextmanager
+    async def _image_written(self, deployment: Deployment) -> AsyncIterator[None]:
+        """Around an engine's writing of the host image, which holds no whole state meanwhile."""
+        async with deployment.image_lock:
+            before, deployment.host_state = deployment.host_state, None
+            yield
+            deployment.host_state = before
+
+    def _image_holds(self, deployment: Deployment, parked: port.ParkedState) -> None:
+        deployment.parked = parked
+        deployment.host_state = HostState(parked, deployment.applied_sequence, deployment.weights_version)
 
     async def load(self, model_id: str, journal: Journal, *, charged_to: str = "") -> None:
         """Brings a model's state onto the device, verified; parks whatever else is there."""
@@ -269,14 +317,7 @@ class ModelHost:
         self, deployment: Deployment, process: EngineProcess, checkpoint: str | None, journal: Journal
     ) -> None:
         model_id = deployment.model_id
-        try:
-            layout = deployment.layout = await process.declare(model_id, deployment.settings)
-        except engine_errors.EngineError as error:
-            raise self.engine_failed(process, error, journal) from error
-        self.residency.add(model_id, {c.component: c.size_bytes for c in layout.components})
-        self.arena.allocate(model_id, layout.host_bytes)
-        self._deployments[model_id] = deployment
-        journal.touch(model_id)
+        await self._declare(deployment, process, journal)
         with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_IN)):
             process = await self.make_room(deployment, journal)
             try:
@@ -291,6 +332,60 @@ class ModelHost:
         await self.park(model_id, journal)
         if deployment.state_lost:
             raise EngineDied(f"the engine of model {model_id} ended before the new state was parked")
+
+    async def _restore_snapshot(
+        self, deployment: Deployment, process: EngineProcess, snapshot: w.SnapshotRef, journal: Journal
+    ) -> None:
+        """Fills the host image from disk; the device is not needed. The first swap checks it once more."""
+        try:
+            layout = await self._declare(deployment, process, journal)
+            async with deployment.image_lock:
+                restored = await asyncio.to_thread(
+                    self.snapshots.restore,
+                    snapshot.snapshot_id,
+                    snapshot.manifest_sha256,
+                    self.arena.image(deployment.model_id).fd,
+                    layout,
+                    deployment.conditions,
+                )
+        except BaseException:
+            async with self.device.lock:
+                await self._forget(deployment)
+            raise
+        deployment.weights_version = restored.state.weights_version
+        self._image_holds(deployment, restored.state.parked)
+        self.residency.parked(deployment.model_id)
+
+    async def _restore_host_image(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
+        """Goes back to what the host image holds, after the engine died with what was newer."""
+        async with self.device.lock:
+            deployment = self._deployments.get(order.model_id)
+            held = deployment.host_state if deployment is not None and deployment.state_lost else None
+            if deployment is None or held is None or held.applied_sequence != order.host_image_sequence:
+                raise StateLost(
+                    f"this worker holds no host image of model {order.model_id} at sequence {order.host_image_sequence}"
+                )
+            deployment.order, deployment.state_lost = order, False
+            deployment.applied_sequence, deployment.weights_version = order.applied_sequence, held.weights_version
+            self._image_holds(deployment, held.parked)
+            self.residency.parked(order.model_id)
+            journal.touch(order.model_id)
+            return deployment.description()
+
+    async def _declare(self, deployment: Deployment, process: EngineProcess, journal: Journal) -> port.StateLayout:
+        """Makes a deployment known to its engine and to this worker, with no state yet."""
+        model_id = deployment.model_id
+        try:
+            layout = deployment.layout = await process.declare(model_id, deployment.settings)
+        except engine_errors.EngineError as error:
+            raise self.engine_failed(process, error, journal) from error
+        configuration = configuration_sha256(deployment.base.config_json)
+        deployment.conditions = machine.conditions(self.machine_type, configuration, process.description)
+        self.residency.add(model_id, {c.component: c.size_bytes for c in layout.components})
+        self.arena.allocate(model_id, layout.host_bytes)
+        self._deployments[model_id] = deployment
+        journal.touch(model_id)
+        return layout
 
     async def _restore(self, model_ids: list[str], journal: Journal, charged_to: str) -> None:
         """Loads back what was on the device before a deploy. What does not come back is reported as parked or lost."""
@@ -341,7 +436,7 @@ class ModelHost:
         return touched
 
     def _lose(self, deployment: Deployment, journal: Journal) -> None:
-        deployment.parked, deployment.state_lost = None, True
+        deployment.parked, deployment.host_state, deployment.state_lost = None, None, True
         self.residency.state_gone(deployment.model_id)
         journal.touch(deployment.model_id)
         _log.warning("parked_state_corrupt", model_id=deployment.model_id)

@@ -43,11 +43,13 @@ class WorkerSettings:
     threads: int
     state_dir: Path
     checkpoint_dir: Path
+    snapshot_bytes: int
     catalogue: Mapping[str, Path]
     labels: Mapping[str, str]
     engine: str
     engine_start_timeout_s: float
     hang_timeout_s: float
+    stop_grace_s: float
     tls: TlsFiles | None
 
 
@@ -90,10 +92,12 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         threads=options.threads,
         state_dir=state_dir,
         checkpoint_dir=Path(options.checkpoint_dir).absolute() if options.checkpoint_dir else state_dir / "checkpoints",
+        snapshot_bytes=parse_bytes(options.snapshot_bytes, "--snapshot-bytes"),
         catalogue=read_catalogue(Path(options.catalogue_file)) if options.catalogue_file else {},
         labels=_labels(options.label),
         engine=options.engine,
         engine_start_timeout_s=_positive(options.engine_start_timeout_s, "--engine-start-timeout-s"),
+        stop_grace_s=_not_negative(options.stop_grace_s, "--stop-grace-s"),
         hang_timeout_s=_positive(options.hang_timeout_s, "--hang-timeout-s"),
         tls=tls,
     )
@@ -154,10 +158,12 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--threads", "2", "compute threads of an engine; bit-equal replay needs the same number", type=int)
     add("--state-dir", "plexrl-worker", "private directory of this daemon; one daemon at a time", metavar="DIR")
     add("--checkpoint-dir", "", "where checkpoints are committed (default: STATE_DIR/checkpoints)", metavar="DIR")
+    add("--snapshot-bytes", "100G", "automatic snapshots that CHECKPOINT_DIR may hold, of all workers", metavar="BYTES")
     add("--catalogue-file", "", 'TOML file of NAME = "DIRECTORY": the model bases that jobs may name', metavar="FILE")
     add("--engine", "vllm", "vllm, or fake: no model at all, for tests of the cluster", choices=("vllm", "fake"))
     add("--engine-start-timeout-s", "300", "longest start of an engine", type=float, metavar="SECONDS")
     add("--hang-timeout-s", "300", "an engine without progress for this long is killed", type=float, metavar="SECONDS")
+    add("--stop-grace-s", "20", "longest wait of SIGTERM for snapshots and calls", type=float, metavar="SECONDS")
     add("--tls-cert", "", "PEM certificate of this worker", metavar="FILE")
     add("--tls-key", "", "PEM key of that certificate", metavar="FILE")
     add("--tls-ca", "", "PEM certificates of the authority that signs the controller's", metavar="FILE")
@@ -210,6 +216,12 @@ def _labels(items: Sequence[str]) -> dict[str, str]:
             raise SettingsError(f"--label {item!r}: want KEY=VALUE, each of 1-64 characters of [A-Za-z0-9._-]")
         labels[key] = value
     return labels
+
+
+def _not_negative(value: float, flag: str) -> float:
+    if not value >= 0:
+        raise SettingsError(f"{flag} {value}: want 0 or more")
+    return float(value)
 
 
 def _positive(value: float, flag: str) -> float:

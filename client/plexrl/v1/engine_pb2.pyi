@@ -279,6 +279,30 @@ class SwapOutRequest(_message.Message):
 Global___SwapOutRequest: _TypeAlias = SwapOutRequest  # noqa: Y015
 
 @_typing.final
+class WriteBackRequest(_message.Message):
+    """Copies components that are dirty to the host image; they stay on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPONENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def components(self) -> _containers.RepeatedScalarFieldContainer[Global___EngineComponent.ValueType]:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        components: _abc.Iterable[Global___EngineComponent.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteBackRequest: _TypeAlias = WriteBackRequest  # noqa: Y015
+
+@_typing.final
 class SwapInRequest(_message.Message):
     """Brings components from the host image."""
 
@@ -515,6 +539,7 @@ class EngineRequest(_message.Message):
     SAVE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     ABORT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WRITE_BACK_FIELD_NUMBER: _builtins.int
     DETACH_HOST_FIELD_NUMBER: _builtins.int
     PRELOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
@@ -592,6 +617,10 @@ class EngineRequest(_message.Message):
         """Read a checkpoint."""
 
     @_builtins.property
+    def write_back(self) -> Global___WriteBackRequest:
+        """Copy dirty components to the host image, and keep them on the device."""
+
+    @_builtins.property
     def detach_host(self) -> Global___EngineNoArguments:
         """Let go of its host image."""
 
@@ -622,14 +651,15 @@ class EngineRequest(_message.Message):
         save: Global___EngineSaveRequest | None = ...,
         load: Global___EngineLoadRequest | None = ...,
         abort_request_id: _builtins.int = ...,
+        write_back: Global___WriteBackRequest | None = ...,
         detach_host: Global___EngineNoArguments | None = ...,
         preload: Global___PreloadRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "detach_host", "preload"]  # noqa: Y015
+    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "write_back", "detach_host", "preload"]  # noqa: Y015
     _WhichOneofArgType_function: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_function) -> _WhichOneofReturnType_function | None: ...
 
@@ -1045,7 +1075,7 @@ class EngineResponse(_message.Message):
 
     @_builtins.property
     def swap(self) -> Global___SwapReportResponse:
-        """Of swap_out and swap_in."""
+        """Of swap_out, write_back and swap_in."""
 
     @_builtins.property
     def released(self) -> Global___ReleaseDeviceResponse:

@@ -15,9 +15,11 @@ def best_looks(edges: FloatArray, mass: FloatArray, mean_s: FloatArray, costs: C
 
     edges: float64 [n + 1], ascending from 0 to the deadline. mass, mean_s: float64 [n], probability that T lies in the
     bin (edges[i], edges[i + 1]] and its mean there; what is missing to 1 does not finish before the deadline. Returns
-    the looks before the deadline. With W(i) the cost to come, once a look at edges[i] was in vain, times the chance of
-    that: W(i) = min over j > i of delay * (sum of mass (edges[j] - mean_s) over bins i to j - 1) + query P(T > edges[j])
-    + W(j).
+    the looks before the deadline.
+
+    With W(i) the cost to come after a look in vain at edges[i], times the chance of that, and j the next look:
+    W(i) = min over j > i of
+    delay * (sum over bins i to j - 1 of mass (edges[j] - mean_s)) + query P(T > edges[j]) + W(j).
     """
     count = mass.size
     probability = np.concatenate(([0.0], np.cumsum(mass)))

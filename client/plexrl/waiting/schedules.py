@@ -70,8 +70,8 @@ def optimal_schedule(law: Law, costs: Costs, deadline_s: float) -> tuple[float, 
 
     At an optimum the derivative by each x_k vanishes, so that each look follows from the two before it:
     x_{k+1} - x_k = (F(x_k) - F(x_{k-1})) / f(x_k) - query / delay. Only x_1 is free. The recurrence is unstable: from
-    an x_1 slightly off, intervals soon turn negative or explode. So many x_1 run at once, a run that breaks is carried on
-    with its last sound interval, each is priced as it stands, and the search narrows around the cheapest. A law whose
+    an x_1 slightly off, intervals soon turn negative or explode. So many x_1 run at once, a run that breaks is carried
+    on with growing intervals, each is priced as it stands, and the search narrows around the cheapest. A law whose
     density has valleys has a stationary schedule for each of them, so the search begins everywhere.
     """
     if deadline_s <= 0 or not np.isfinite(deadline_s):

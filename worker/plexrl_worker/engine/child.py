@@ -198,6 +198,9 @@ def run_function(
         case "swap_out":
             report = engine.swap_out(deployment_id, codec.components(request.swap_out.components), control)
             return e.EngineResponse(swap=codec.swap_response(report))
+        case "write_back":
+            report = engine.write_back(deployment_id, codec.components(request.write_back.components), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
         case "swap_in":
             parked, components = request.swap_in.parked, request.swap_in.components
             report = engine.swap_in(deployment_id, codec.parked(parked), codec.components(components), control)

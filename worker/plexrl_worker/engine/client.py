@@ -221,6 +221,12 @@ class EngineProcess:
         request = e.EngineRequest(deployment_id=deployment_id, swap_out=swap)
         return self._call(request, lambda r: codec.swap_report(r.swap))
 
+    def write_back(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
+        """See port.Engine.write_back."""
+        write_back = e.WriteBackRequest(components=codec.component_values(components))
+        request = e.EngineRequest(deployment_id=deployment_id, write_back=write_back)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
     def swap_in(
         self, deployment_id: str, parked: port.ParkedState, components: Collection[port.Component]
     ) -> EngineCall[port.SwapReport]:

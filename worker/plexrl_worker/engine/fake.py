@@ -32,8 +32,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.fake_model import checksum, log_softmax, sample
-from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.fake_model import FakeDeployment, checksum, log_softmax, sample
 from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
@@ -70,27 +69,6 @@ from plexrl_worker.engine.seeds import completion_seed
 _TABLE = "table"
 
 
-class _Deployment:
-    def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
-        size_bytes = 4 * vocab_size * vocab_size
-        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
-        if settings.trainable:
-            sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
-        sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
-        self.settings = settings
-        self.layout = state_layout(sizes, vocab_size * vocab_size)
-        self.ledger = ComponentLedger(deployment_id, self.layout)
-        self.arrays: dict[Component, Float32Array] = {}
-        self.image: ByteArray | None = None
-        self.preloaded: dict[ParkedComponent, Float32Array] = {}
-
-    def table(self, component: Component, vocab_size: int) -> Float32Array:
-        """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
-        tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
-        first: Float32Array = tables[0]
-        return first
-
-
 class FakeEngine:
     """port.Engine on a table of logits. See the module for its faults."""
 
@@ -106,7 +84,7 @@ class FakeEngine:
             raise Unsupported("the fake engine computes in float32 only")
         self._settings = settings
         self._faults = Faults(config.get("plexrl_fake", []))
-        self._deployments: dict[str, _Deployment] = {}
+        self._deployments: dict[str, FakeDeployment] = {}
         self._holds_device = True
         self._faults.strike("start", None)
 
@@ -128,7 +106,7 @@ class FakeEngine:
         """See port.Engine."""
         known = self._deployments.get(deployment_id)
         if known is None:
-            known = self._deployments[deployment_id] = _Deployment(deployment_id, settings, self._vocab_size)
+            known = self._deployments[deployment_id] = FakeDeployment(deployment_id, settings, self._vocab_size)
         elif known.settings != settings:
             raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
         return known.layout
@@ -163,20 +141,23 @@ class FakeEngine:
         started_s = time.monotonic()
         deployment = self._deployment(deployment_id)
         self._faults.strike("swap_out", control)
-        moved = released = 0
-        for component in deployment.ledger.resident(components):
-            place = deployment.ledger.place(component)
-            if deployment.ledger.is_dirty(component):
-                raw = deployment.arrays[component].view(np.uint8)
-                if not deployment.ledger.is_zero(component):
-                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
-                    moved += place.size_bytes
-                deployment.ledger.park(component, checksum(raw))
+        leaving = deployment.ledger.resident(components)
+        moved, released = self._park(deployment, leaving), 0
+        for component in leaving:
             deployment.ledger.evict(component)
             del deployment.arrays[component]
-            released += place.size_bytes
+            released += deployment.ledger.place(component).size_bytes
         parked = deployment.ledger.parked_state()
         return SwapReport(moved, released, time.monotonic() - started_s, parked, anonymous_bytes())
+
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._deployment(deployment_id)
+        self._faults.strike("write_back", control)
+        moved = self._park(deployment, deployment.ledger.resident(components))
+        parked = deployment.ledger.parked_state()
+        return SwapReport(moved, 0, time.monotonic() - started_s, parked, anonymous_bytes())
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
@@ -423,9 +404,22 @@ class FakeEngine:
             "threads": str(self._settings.threads),
         }
 
+    def _park(self, deployment: FakeDeployment, components: Collection[Component]) -> int:
+        """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
+        moved = 0
+        for component in components:
+            if deployment.ledger.is_dirty(component):
+                place = deployment.ledger.place(component)
+                raw = deployment.arrays[component].view(np.uint8)
+                if not deployment.ledger.is_zero(component):
+                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
+                    moved += place.size_bytes
+                deployment.ledger.park(component, checksum(raw))
+        return moved
+
     def _fill(
         self,
-        deployment: _Deployment,
+        deployment: FakeDeployment,
         weights: Float32Array,
         training: tuple[Float32Array, Float32Array] | None,
         rollout: Float32Array,
@@ -439,13 +433,13 @@ class FakeEngine:
             deployment.arrays[component] = np.array(values, np.float32)
             deployment.ledger.write(component, zero=not values.any())
 
-    def _deployment(self, deployment_id: str) -> _Deployment:
+    def _deployment(self, deployment_id: str) -> FakeDeployment:
         try:
             return self._deployments[deployment_id]
         except KeyError:
             raise UnknownDeployment(f"{deployment_id} is not declared in this engine") from None
 
-    def _on_device(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+    def _on_device(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
         deployment = self._deployment(deployment_id)
         if not self._holds_device:
             raise DeviceNotHeld(f"{function}: the engine has released the device")
@@ -453,7 +447,7 @@ class FakeEngine:
             self._faults.strike(function, control)
         return deployment
 
-    def _trainable(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+    def _trainable(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
         deployment = self._on_device(deployment_id, function, control)
         if not deployment.settings.trainable:
             raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
@@ -464,7 +458,7 @@ class FakeEngine:
             if other_id != deployment_id and Component.ROLLOUT_WEIGHTS in other.arrays:
                 raise SlotOccupied(f"the generator holds the weights of {other_id}: swap them out first")
 
-    def _rollout(self, deployment: _Deployment, weights_version: int, function: str) -> Float32Array:
+    def _rollout(self, deployment: FakeDeployment, weights_version: int, function: str) -> Float32Array:
         deployment.ledger.require([Component.ROLLOUT_WEIGHTS], function)
         if deployment.ledger.rollout_version != weights_version:
             held = deployment.ledger.rollout_version
@@ -478,7 +472,7 @@ class FakeEngine:
         scores[rest] = log_softmax(table[batch.token_ids[rest - 1]])[np.arange(rest.size), batch.token_ids[rest]]
         return scores
 
-    def _unpark(self, deployment: _Deployment, copy: ParkedComponent) -> Float32Array:
+    def _unpark(self, deployment: FakeDeployment, copy: ParkedComponent) -> Float32Array:
         """A component's values out of the host image. Raises ParkedStateCorrupt."""
         place = deployment.ledger.place(copy.component)
         raw = np.zeros(place.size_bytes, np.uint8)
@@ -488,7 +482,7 @@ class FakeEngine:
             raise deployment.ledger.corrupt(copy.component)
         return raw.view(np.float32)
 
-    def _image(self, deployment: _Deployment) -> ByteArray:
+    def _image(self, deployment: FakeDeployment) -> ByteArray:
         if deployment.image is None:
             raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
         return deployment.image

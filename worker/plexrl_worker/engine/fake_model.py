@@ -1,10 +1,42 @@
-"""The arithmetic of the fake engine: a table of next-token logits, sampled and checked. Never for real work."""
+"""The fake engine's deployments and arithmetic: tables of next-token logits. Never for real work."""
 
 import zlib
 
 import numpy as np
 
-from plexrl_worker.engine.port import ByteArray, FinishReason, Float32Array, SamplingParams
+from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.port import (
+    ByteArray,
+    Component,
+    DeploymentSettings,
+    FinishReason,
+    Float32Array,
+    ParkedComponent,
+    SamplingParams,
+)
+
+
+class FakeDeployment:
+    """One deployment's arrays, flat float32 by component, and its ledger."""
+
+    def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
+        size_bytes = 4 * vocab_size * vocab_size
+        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
+        if settings.trainable:
+            sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
+        sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
+        self.settings = settings
+        self.layout = state_layout(sizes, vocab_size * vocab_size)
+        self.ledger = ComponentLedger(deployment_id, self.layout)
+        self.arrays: dict[Component, Float32Array] = {}
+        self.image: ByteArray | None = None
+        self.preloaded: dict[ParkedComponent, Float32Array] = {}
+
+    def table(self, component: Component, vocab_size: int) -> Float32Array:
+        """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
+        tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
+        first: Float32Array = tables[0]
+        return first
 
 
 def checksum(raw: ByteArray) -> int:

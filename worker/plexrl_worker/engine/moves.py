@@ -63,6 +63,13 @@ class StateMover:
         released, parked = used_bytes - self._device.used_bytes(), deployment.ledger.parked_state()
         return SwapReport(moved, released, time.monotonic() - started_s, parked, self._device.held_bytes())
 
+    def write_back(self, deployment: Deployment, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        moved = self._park(deployment, deployment.ledger.resident(components), control)
+        parked = deployment.ledger.parked_state()
+        return SwapReport(moved, 0, time.monotonic() - started_s, parked, self._device.held_bytes())
+
     def swap_in(
         self, deployment: Deployment, parked: ParkedState, components: Collection[Component], control: Control
     ) -> SwapReport:

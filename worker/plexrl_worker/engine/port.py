@@ -393,6 +393,13 @@ class Engine(Protocol):
         """
         ...
 
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """Copies components that are dirty to the host image; they stay on the device, and are clean then.
+
+        Components that are not on the device are left alone. The report's ParkedState describes the whole image.
+        """
+        ...
+
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
     ) -> SwapReport:

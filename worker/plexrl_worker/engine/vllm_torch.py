@@ -171,6 +171,10 @@ class VllmTorchEngine:
         """See port.Engine."""
         return self._mover.swap_out(self._deployment(deployment_id), components, control)
 
+    def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
+        """See port.Engine."""
+        return self._mover.write_back(self._deployment(deployment_id), components, control)
+
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
     ) -> SwapReport:
