@@ -90,6 +90,9 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, hang_limit_s: float) -> None:
         self.description: port.EngineDescription
         self.started_s = time.monotonic()
+        # Device memory that it held when it was new, and what it kept beyond that after the last move, in bytes.
+        self.floor_bytes = 0
+        self.residue_bytes = 0
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
         self._sock = sock
