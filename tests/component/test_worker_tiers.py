@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def prefetch(model_id: str, tier: t.Tier.ValueType = t.TIER_HOST) -> w.PrefetchO
     return w.PrefetchOrder(model_id=model_id, tier=tier)
 
 
-async def tier_of(c: Cluster, model_id: str) -> t.Tier.ValueType:
+async def tier_of(c: Cluster, model_id: str) -> int:
     (tier,) = {tier for d in (await c.status()).deployments if d.model_id == model_id for tier, _ in tiers(d).values()}
     return tier
 
@@ -104,8 +105,9 @@ async def test_a_clean_copy_is_not_written_twice(tmp_path: Path) -> None:
 async def quiet(c: Cluster) -> None:
     """Waits until the background has written what it will."""
     writes = -1
-    while writes != (writes := (await c.status()).tiers.disk_writes):
-        await asyncio.sleep(0.05)
+    while writes != (written := (await c.status()).tiers.disk_writes):
+        writes = written
+        await asyncio.to_thread(time.sleep, 0.05)
 
 
 async def test_dirty_states_are_written_ahead_of_need_where_not_all_fit(tmp_path: Path) -> None:
