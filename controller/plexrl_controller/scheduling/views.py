@@ -147,6 +147,21 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a job's models ask of their workers, whatever the load."""
+
+    architecture: str | None = None
+    """Hugging Face architecture name, where the base tells it."""
+    catalogue: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    colocate: frozenset[ModelId] = frozenset()
+    avoid: frozenset[ModelId] = frozenset()
+
+
+NOTHING_REQUIRED = Requirements()
+
+
+@dataclass(frozen=True, slots=True)
 class MemberView:
     """A job's share of a placed group."""
 
@@ -161,6 +176,7 @@ class MemberView:
     """Nobody else may join its group."""
     elsewhere_wait_s: float = 0.0
     """Predicted waiting per iteration on the job's other groups."""
+    requirements: Requirements = NOTHING_REQUIRED
     ends_at: float | None = None
     """Estimated end of the job, where it is known: reservations rest on it."""
 
