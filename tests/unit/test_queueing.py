@@ -40,7 +40,7 @@ def test_beyond_the_exact_method_the_approximation_is_close(share: float) -> Non
 
 demands = st.builds(
     lambda iteration_s, share, visits, variation, slack, slack_variation, trip: Demand(
-        iteration_s, share * iteration_s, visits, variation, slack * iteration_s, slack_variation, trip
+        iteration_s, share * iteration_s, visits, variation, slack * iteration_s, trip, slack_variation
     ),
     st.floats(10, 1000),
     st.floats(0.01, 0.99),
