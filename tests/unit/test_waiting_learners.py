@@ -111,8 +111,8 @@ def test_recovery_after_a_drift(law: str, learner: Callable[..., Learner]) -> No
     for seed in SEEDS:
         life = Life(learner(), SCENARIOS[law], seed).live(DRIFT_AT)
         just_after.append(life.ratio())
-        recovered.append(life.live(20).ratio())
-        stubborn.append(Life(learner(forgets=False), SCENARIOS[law], seed).live(DRIFT_AT + 20).ratio())
+        recovered.append(life.live(25).ratio())
+        stubborn.append(Life(learner(forgets=False), SCENARIOS[law], seed).live(DRIFT_AT + 25).ratio())
     assert np.mean(just_after) > 1.5
     assert interval(recovered)[1] <= 1.2, recovered
     assert np.mean(recovered) < np.mean(stubborn)
