@@ -42,7 +42,7 @@ from plexrl_controller.dispatch.grpc_transport import GrpcTransport
 from plexrl_controller.domain.ids import Tenant, TokenId
 from plexrl_controller.domain.records import Token
 from plexrl_controller.domain.states import Role
-from plexrl_controller.payloads.directory import DirectoryPayloadStore
+from plexrl_controller.payloads.by_url import open_payloads
 from plexrl_controller.settings import ServeSettings, read_secret
 from plexrl_controller.store.port import Changes, Store
 from plexrl_controller.store.postgres import PostgresStore
@@ -79,13 +79,13 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
     core = Core(
         store=store,
         writer=writer,
-        payloads=await DirectoryPayloadStore.open(settings.data_dir / "payloads"),
+        payloads=await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes),
         transport=transport,
         clock=WallClock(),
         term=term,
         policy=settings.policy,
     )
-    dispatcher = Dispatcher(core)
+    dispatcher = Dispatcher(core, settings.history_s)
     transport.handler = dispatcher
     await _ensure_tokens(store, writer, settings, worker_token)
     await dispatcher.start()

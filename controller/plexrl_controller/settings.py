@@ -1,15 +1,18 @@
 """The controller's settings: flags, each also a PLEXRL_CONTROLLER_* variable, read once, here."""
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.dispatch.retention import MIN_HISTORY_S
+from plexrl_controller.payloads.by_url import check_payload_url
+from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
 
 _PREFIX = "PLEXRL_CONTROLLER_"
-POLICIES = {"fifo": Policy(hold=HoldRule.SKI_RENTAL), "hold": Policy(hold=HoldRule.ITERATION)}
+POLICIES = {"fifo": Policy(order=Order.FIFO), "hold": Policy(order=Order.FIFO, hold=HoldRule.ITERATION)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,10 @@ class ServeSettings:
 
     listen: str
     database_url: str
-    data_dir: Path
+    payload_url: str
+    s3_endpoint: str | None
+    tenant_payload_bytes: int
+    history_s: float
     policy: Policy
     worker_token_file: Path
     bootstrap_token_file: Path | None
@@ -41,7 +47,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("listen", "host:port of the gRPC server; port 0 takes a free one", "127.0.0.1:50050")
     flag("endpoint-file", "file that gets the host:port once it listens")
     flag("database-url", "SQLAlchemy URL, postgresql+asyncpg://...", required=True)
-    flag("data-dir", "directory of payloads", required=True)
+    flag("payload-url", "where payloads over 64 KiB lie: file:///directory or s3://bucket/prefix", required=True)
+    flag("tenant-payload-gib", "GiB of stored payloads that a tenant may have", "64")
+    flag("history-days", "days for which ended jobs, events and device intervals can be looked at", "30")
+    flag("s3-endpoint", "URL of an S3-compatible service that is not AWS; keys come from the AWS_* variables")
     flag("policy", f"scheduling policy: {', '.join(POLICIES)}", "fifo")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
     flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")
@@ -56,6 +65,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     if args.policy not in POLICIES:
         raise ValueError(f"--policy {args.policy}: want one of {', '.join(POLICIES)}")
     host = args.listen.rpartition(":")[0].strip("[]")
+    check_payload_url(args.payload_url, args.s3_endpoint)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ValueError("--tls-cert and --tls-key go together")
     if host not in ("127.0.0.1", "localhost", "::1") and not args.tls_cert:
@@ -63,7 +73,10 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     return ServeSettings(
         listen=args.listen,
         database_url=args.database_url,
-        data_dir=Path(args.data_dir),
+        payload_url=args.payload_url,
+        s3_endpoint=args.s3_endpoint,
+        tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
+        history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
         policy=POLICIES[args.policy],
         worker_token_file=Path(args.worker_token_file),
         bootstrap_token_file=_path(args.bootstrap_token_file),
@@ -87,6 +100,16 @@ def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str,
     """Declares the flag of `migrate`."""
     url = environ.get(_PREFIX + "DATABASE_URL")
     parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
+
+
+def _number(value: str, flag: str, least: float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(f"{flag} {value}: want a number of at least {least:.6g}")
+    return number
 
 
 def _path(value: str | None) -> Path | None:

@@ -11,7 +11,7 @@ from plexrl_controller.dispatch import jobs, models, reaper, submit
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
-from plexrl_controller.scheduling.next_slice import HoldRule, Policy
+from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Changes
 from tests.support import specs
@@ -392,6 +392,28 @@ async def test_outcomes_heard_out_of_order_never_move_a_sequence_backwards() -> 
         assert call_of(leader, next_call.call_id).attempt == 1
 
 
+async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
+    """G08: what a worker built only to load into is never served as the training state."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.forward_backward(), 1)
+        await leader.work()
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        leader.worker.fail_next["load_checkpoint"] = (15, "CHECKPOINT_CORRUPT")
+        load = await leader.submit(model, specs.load(), 2)
+        await leader.work()
+        assert call_of(leader, load.call_id).reason is CallReason.CHECKPOINT_CORRUPT
+        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        again = await leader.submit(model, specs.load(), 3)
+        step = await leader.submit(model, specs.optim_step(), 4)
+        await leader.work()
+        assert [call_of(leader, c.call_id).state for c in (again, step)] == [CallState.SUCCEEDED] * 2
+
+
 async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
     """G03: what comes before a call that ended badly still runs; only what comes after it is blocked."""
     async with running_leader() as leader:
@@ -400,7 +422,7 @@ async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
         first = await leader.submit(model, specs.forward_backward(), 1)
         second = await leader.submit(model, specs.optim_step(), 2)
         third = await leader.submit(model, specs.sync(), 3)
-        assert await leader.submit(model, specs.generate())
+        await leader.submit(model, specs.generate())
         await submit.cancel(leader.core, call_of(leader, third.call_id))
         await leader.work()
         assert [call_of(leader, c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2

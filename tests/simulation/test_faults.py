@@ -12,8 +12,9 @@ import pytest
 
 from plexrl.v1 import types_pb2, worker_pb2
 from plexrl_controller.api.auth import Identity
-from plexrl_controller.dispatch import reports, submit, workers
+from plexrl_controller.dispatch import reports, workers
 from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallState
 from plexrl_controller.store.memory import MemoryStore
@@ -22,8 +23,10 @@ from tests.simulation.faults.__main__ import describe, shortest
 from tests.simulation.faults.worker import WorkerProcess
 from tests.simulation.faults.world import Plan, run
 
-SEEDS = range(220)
-CHUNK = 22
+pytestmark = pytest.mark.timeout(180)
+
+SEEDS = range(200)
+CHUNK = 20
 MOST_SEEDS = 60
 """A defect must show within so many."""
 
@@ -90,16 +93,22 @@ def test_keeping_outcomes_alone_is_harmless(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_it_sees_a_request_that_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """G01: without the memory of request ids a resend is another call."""
-    real = submit._accept
+    real = Ledger.__init__
 
-    def accept(core: Core, submission: Any, payload: Any) -> Any:
-        batch, call = real(core, submission, payload)
-        core.ledger.call_by_request.pop((call.job_id, call.request_id), None)
-        return batch, call
+    def forgetful(self: Ledger) -> None:
+        real(self)
+        self.call_by_request = Nothing()
 
-    monkeypatch.setattr(submit, "_accept", accept)
+    monkeypatch.setattr(Ledger, "__init__", forgetful)
     monkeypatch.setattr(MemoryStore, "_check_unique", lambda self, writes: (set(), set()))
     caught("two calls")
+
+
+class Nothing(dict[Any, Any]):
+    """Remembers nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 def test_it_sees_a_call_that_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:

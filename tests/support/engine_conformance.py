@@ -25,6 +25,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+from tests.support.engine_preloads import PreloadConformance
 from tests.support.engine_subjects import (
     AGREEMENT,
     SAMPLING,
@@ -43,7 +44,7 @@ from tests.support.engine_subjects import (
 )
 
 
-class EngineConformance:
+class EngineConformance(PreloadConformance):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 
     @pytest.fixture
@@ -400,6 +401,27 @@ class EngineConformance:
         model.train(loss_batch(33))
         assert model.engine.state(model.name).dirty == {Component.GRADIENTS}
 
+    def test_what_is_written_back_stays_on_the_device_and_is_the_state_of_that_moment(
+        self, make_model: Callable[..., Model], make_image: ImageMaker, tmp_path: Path
+    ) -> None:
+        model = make_model()
+        train_a_little(model)
+        expected = hashes(model.save(tmp_path / "then"))
+        report = model.write_back()
+        state = model.engine.state(model.name)
+        assert report.bytes_moved == model.layout.device_bytes
+        assert (state.resident, state.dirty) == (ALL_COMPONENTS, frozenset())
+        assert model.write_back().bytes_moved == 0
+        image = model.image.copy()
+        train_a_little(model)
+        assert (image == model.image).all(), "what runs on the device must not reach the image"
+        model.swap_out()
+        other = make_model(seed=None)
+        other.image[:] = image
+        other.parked = report.parked
+        other.swap_in()
+        assert hashes(other.save(tmp_path / "restored")) == expected
+
     def test_zeros_are_not_copied(self, model: Model) -> None:
         report = model.swap_out()
         zeros = {copy.component for copy in report.parked.components if copy.is_zero}
@@ -442,7 +464,7 @@ class EngineConformance:
         with pytest.raises(SlotOccupied):
             model.engine.release_device()
         model.swap_out()
-        assert model.engine.release_device() > 0
+        assert model.engine.release_device().released_bytes > 0
         with pytest.raises(DeviceNotHeld):
             model.swap_in()
         model.engine.acquire_device()

@@ -58,6 +58,11 @@ class Model:
         self.parked = report.parked
         return report
 
+    def write_back(self) -> port.SwapReport:
+        report = self.engine.write_back(self.name, ALL_COMPONENTS, Patient())
+        self.parked = report.parked
+        return report
+
     def swap_in(self) -> port.SwapReport:
         return self.engine.swap_in(self.name, self.parked, ALL_COMPONENTS, Patient())
 

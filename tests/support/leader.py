@@ -19,7 +19,7 @@ from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.payloads.port import PayloadStore
-from plexrl_controller.scheduling.next_slice import Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter
@@ -113,11 +113,12 @@ async def running_leader(
     worker: WorkerDouble | None = None,
     clock: ManualClock | None = None,
     policy: Policy | None = None,
+    payloads: MemoryPayloadStore | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
     worker, clock = worker or WorkerDouble(), clock or ManualClock()
     transport = TransportDouble(worker)
-    core, dispatcher = await start_leader(store or MemoryStore(), transport, clock, policy)
+    core, dispatcher = await start_leader(store or MemoryStore(), transport, clock, policy, payloads)
     token = _current.set(Identity(Role.TENANT, TENANT))
     try:
         yield Leader(core, dispatcher, transport, worker, clock, CallService(core))

@@ -61,10 +61,21 @@ class RemoteEngine:
         descriptor = self._images[image.ctypes.data]
         self._run(lambda: self.process.attach_host(deployment_id, descriptor, image.size))
 
+    def detach_host(self, deployment_id: str) -> None:
+        self._run(lambda: self.process.detach_host(deployment_id))
+
+    def preload(self, deployment_id: str, parked: port.ParkedState, control: port.Control) -> port.SwapReport:
+        return self._run(lambda: self.process.preload(deployment_id, parked), control)
+
     def swap_out(
         self, deployment_id: str, components: Collection[port.Component], control: port.Control
     ) -> port.SwapReport:
         return self._run(lambda: self.process.swap_out(deployment_id, components), control)
+
+    def write_back(
+        self, deployment_id: str, components: Collection[port.Component], control: port.Control
+    ) -> port.SwapReport:
+        return self._run(lambda: self.process.write_back(deployment_id, components), control)
 
     def swap_in(
         self,
@@ -84,7 +95,7 @@ class RemoteEngine:
     def acquire_device(self) -> None:
         self._run(lambda: self.process.acquire_device())
 
-    def release_device(self) -> int:
+    def release_device(self) -> port.DeviceRelease:
         return self._run(lambda: self.process.release_device())
 
     def generate(

@@ -1,4 +1,4 @@
-"""What every payload store does: memory and directory answer alike."""
+"""What every payload store does: memory, directory and object store answer alike."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from plexrl_controller.domain.errors import (
     DataLoss,
@@ -22,6 +23,7 @@ from plexrl_controller.domain.records import Payload
 from plexrl_controller.payloads import inline
 from plexrl_controller.payloads.directory import DirectoryPayloadStore
 from plexrl_controller.payloads.memory import MemoryPayloadStore
+from plexrl_controller.payloads.objects import PART_BYTES, ObjectPayloadStore
 from plexrl_controller.payloads.port import CHUNK_BYTES, PayloadStore
 
 ACME = Tenant("acme")
@@ -31,11 +33,14 @@ MAX_PAYLOAD_BYTES = 3 * CHUNK_BYTES
 Open = Callable[[], Awaitable[PayloadStore]]
 
 
-@pytest.fixture(params=["memory", "directory"])
+@pytest.fixture(params=["memory", "directory", "objects", "objects in parts"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> PayloadStore:
     limits = {"quota_bytes": QUOTA_BYTES, "max_payload_bytes": MAX_PAYLOAD_BYTES}
     if request.param == "memory":
         return MemoryPayloadStore(**limits)
+    if request.param.startswith("objects"):
+        part_bytes = PART_BYTES if request.param == "objects" else CHUNK_BYTES // 8
+        return await ObjectPayloadStore.open(MemoryStore(), part_bytes=part_bytes, **limits)
     return await DirectoryPayloadStore.open(tmp_path / "payloads", **limits)
 
 

@@ -3,6 +3,7 @@ books of what changed. All of a call is applied, or none of it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from plexrl import wire
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.checkpoints import CheckpointFacts, CommittedCheckpoint
+from plexrl_worker.checkpoints import CheckpointFacts, CheckpointFile, CommittedCheckpoint
 from plexrl_worker.deployment import Deployment
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine.client import EngineCall, EngineProcess, ProgressListener
@@ -41,6 +42,7 @@ _CHANGES: dict[str, frozenset[Component]] = {
     "save_checkpoint": frozenset(),
     "load_checkpoint": frozenset(Component),
 }
+_REPLAYED = frozenset({"forward_backward", "optim_step", "sync_weights", "load_checkpoint"})
 _NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
 
 
@@ -95,19 +97,20 @@ class CallRunner:
             self._host.settle(deployment, journal)
             function = _check(order, deployment)
             execution.begin()
-            if function == "load_checkpoint":
-                process = await self._host.make_room(deployment, journal)
-            else:
-                self._host.residency.require_on_device(order.model_id)
-                if deployment.attached is None:
-                    raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
-                process = deployment.attached
-            with journal.timed(self._busy_interval(deployment, order)):
-                try:
-                    result = await self._execute(execution, deployment, process)
-                except engine_errors.EngineError as error:
-                    raise self._host.engine_failed(process, error, journal) from error
-            self._apply(deployment, order, function)
+            async with contextlib.AsyncExitStack() as coming:
+                if function == "load_checkpoint":
+                    process = await coming.enter_async_context(self._host.coming(deployment, journal))
+                else:
+                    self._host.residency.require_on_device(order.model_id)
+                    if deployment.attached is None:
+                        raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
+                    process = deployment.attached
+                with journal.timed(self._busy_interval(deployment, order)):
+                    try:
+                        result = await self._execute(execution, deployment, process)
+                    except engine_errors.EngineError as error:
+                        raise self._host.engine_failed(process, error, journal) from error
+                self._apply(deployment, order, function)
             journal.touch(order.model_id)
             return result
 
@@ -157,7 +160,8 @@ class CallRunner:
                 weights_version=saved.rollout_version,
                 architecture=deployment.base.architecture,
             )
-            committed = await asyncio.to_thread(store.commit, facts, saved)
+            known = {file.name: CheckpointFile(file.name, file.size_bytes, file.sha256) for file in saved.files}
+            committed = await asyncio.to_thread(store.commit, facts, known)
         except BaseException:
             store.abandon(checkpoint_id)
             raise
@@ -193,7 +197,7 @@ class CallRunner:
         if function in ("load_checkpoint", "sync_weights"):
             deployment.weights_version = order.sequence
         if function != "generate":
-            deployment.applied_sequence = order.sequence
+            deployment.applied_sequence = max(order.sequence, order.through_sequence)
 
     def _busy_interval(self, deployment: Deployment, order: w.RunCallOrder) -> t.DeviceInterval:
         return t.DeviceInterval(
@@ -227,6 +231,8 @@ def _check(order: w.RunCallOrder, deployment: Deployment) -> str:
             f"{deployment.applied_sequence}; nothing was applied",
             metadata={"applied_sequence": str(deployment.applied_sequence)},
         )
+    if order.replay and function not in _REPLAYED:
+        raise InvalidOrder(f"{function}: changes no state, so that it is never replayed")
     if function in _NEEDS_TRAINABLE and not deployment.settings.trainable:
         raise InvalidOrder(f"{function}: model {order.model_id} is a reference, which is frozen")
     if function == "sync_weights" and order.spec.sync_weights.in_flight == t.IN_FLIGHT_KEEP:

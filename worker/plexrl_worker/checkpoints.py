@@ -4,18 +4,19 @@ An engine writes and reads the files inside; this module names, hashes, commits,
 blocks: call it from a thread.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from plexrl import wire
-from plexrl_worker.engine import port
 from plexrl_worker.engine.checkpoints import GRADIENTS_FILE, MANIFEST_FILE, OPTIMIZER_FILE, ROLLOUT_FILE
 from plexrl_worker.errors import CheckpointCorrupt, CheckpointNotFound, InvalidOrder, StorageFailed
 
@@ -23,6 +24,7 @@ from plexrl_worker.errors import CheckpointCorrupt, CheckpointNotFound, InvalidO
 COMMIT_FILE = "checkpoint.json"
 _MANIFEST_FORMAT = 1
 _READ_BYTES = 4 * 1024 * 1024
+_ABANDONED_AFTER_S = 24 * 3600.0
 # Files that a Hugging Face loader does not need; streamed only when the training state is asked for.
 _TRAINING_STATE_FILES = frozenset({OPTIMIZER_FILE, GRADIENTS_FILE, ROLLOUT_FILE, MANIFEST_FILE})
 
@@ -82,10 +84,17 @@ class CheckpointStore:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def remove_partial(self) -> int:
-        """Removes what this worker's earlier life had begun and not committed; returns how many."""
-        leftovers = list(self._root.glob(f"*{self._partial_suffix}"))
+        """Removes what this worker's earlier life had begun and not committed, and what any worker left long ago.
+
+        Returns how many.
+        """
+        leftovers = [
+            partial
+            for partial in self._root.glob("*.partial")
+            if partial.name.endswith(self._partial_suffix) or _age_s(partial) > _ABANDONED_AFTER_S
+        ]
         for leftover in leftovers:
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         return len(leftovers)
 
     def begin(self, checkpoint_id: str) -> Path:
@@ -103,24 +112,49 @@ class CheckpointStore:
         """Removes what was begun; never touches a committed checkpoint."""
         shutil.rmtree(self._root / f"{checkpoint_name(checkpoint_id)}{self._partial_suffix}", ignore_errors=True)
 
-    def commit(self, facts: CheckpointFacts, saved: port.SavedState) -> CommittedCheckpoint:
+    def commit(
+        self, facts: CheckpointFacts, known: Mapping[str, CheckpointFile], *, replace: bool = False
+    ) -> CommittedCheckpoint:
         """Syncs the files begun, writes the manifest last, and renames: only then does it count.
 
-        What the engine saved keeps the hashes that the engine made; its own manifest is hashed here.
+        `known`: files, by name, whose hashes were made when they were written; the others are hashed here. With
+        `replace` a committed one of the same id makes way; a crash in that moment leaves none.
         """
         name = checkpoint_name(facts.checkpoint_id)
         partial, final = self._root / f"{name}{self._partial_suffix}", self._root / name
         try:
-            known = {file.name: CheckpointFile(file.name, file.size_bytes, file.sha256) for file in saved.files}
             files = tuple(_sync(path, known.get(path.name)) for path in sorted(partial.iterdir()))
             manifest = {"format": _MANIFEST_FORMAT, "facts": asdict(facts), "files": [asdict(file) for file in files]}
             _write_synced(partial / COMMIT_FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
             _sync_directory(partial)
+            if replace:
+                self.delete(facts.checkpoint_id)
             os.rename(partial, final)
             _sync_directory(self._root)
         except OSError as error:
             raise StorageFailed(f"checkpoint {facts.checkpoint_id} was not committed: {error}") from error
         return self.open(facts.checkpoint_id)
+
+    def delete(self, checkpoint_id: str) -> None:
+        """Deletes a committed checkpoint; one that is not there is passed over. It stops to count before it shrinks."""
+        final = self._root / checkpoint_name(checkpoint_id)
+        leaving = final.with_name(f"{final.name}.deleted{self._partial_suffix}")
+        try:
+            os.rename(final, leaving)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageFailed(f"checkpoint {checkpoint_id} cannot be deleted: {error}") from error
+        shutil.rmtree(leaving, ignore_errors=True)
+
+    def committed(self) -> list[CommittedCheckpoint]:
+        """Every committed checkpoint whose manifest can be read."""
+        found = []
+        for path in self._root.iterdir():
+            if (path / COMMIT_FILE).is_file() and "." not in path.name:
+                with contextlib.suppress(CheckpointCorrupt, CheckpointNotFound, InvalidOrder):
+                    found.append(self.open(path.name))
+        return found
 
     def find(self, checkpoint_id: str) -> CommittedCheckpoint | None:
         """The committed checkpoint of this id, if there is one."""
@@ -216,6 +250,13 @@ def _sync(path: Path, known: CheckpointFile | None) -> CheckpointFile:
             size += len(data)
         os.fsync(source.fileno())
     return CheckpointFile(path.name, size, digest.hexdigest())
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _write_synced(path: Path, data: bytes) -> None:

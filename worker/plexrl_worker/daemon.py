@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import signal
+from dataclasses import asdict
 from importlib import metadata as package_metadata
 from pathlib import Path
 
@@ -18,21 +19,23 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
+from plexrl_worker.engine.port import TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.orders import OrderDesk
 from plexrl_worker.outbox import Outbox
+from plexrl_worker.placement import Placement
 from plexrl_worker.registration import Registration
 from plexrl_worker.server import WorkerServer
 from plexrl_worker.service import WorkerService
 from plexrl_worker.settings import WorkerSettings
+from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import reap_orphans
 from plexrl_worker.systemd_notify import notify, watchdog_interval_s
 
 _log = structlog.get_logger(__name__)
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _STOP_GRACE_S = 1.0
 VERSION = package_metadata.version("plexrl")
 
@@ -48,8 +51,11 @@ class WorkerDaemon:
         bases = BaseLibrary(settings.state_dir / "bases", settings.catalogue, payloads.read, settings.host_state_bytes)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.name)
         checkpoints.remove_partial()
-        self._host = ModelHost(settings, bases, checkpoints)
-        self._desk = OrderDesk(self._host, self._fences, self._outbox)
+        self._snapshots = SnapshotStore(settings.checkpoint_dir / "snapshots", settings.name, settings.snapshot_bytes)
+        self._snapshots.remove_partial()
+        self._host = ModelHost(settings, checkpoints, self._snapshots)
+        placement = Placement(self._host, bases, settings)
+        self._desk = OrderDesk(self._host, placement, self._fences, self._outbox)
         service = WorkerService(self._desk, self._host, self._fences, self._outbox, checkpoints, self.status)
         self.server = WorkerServer(settings, service)
         self._stopping = asyncio.Event()
@@ -70,6 +76,7 @@ class WorkerDaemon:
                 loop.create_task(registration.run(), name="registration"),
                 loop.create_task(self._feed_watchdog(registration), name="watchdog"),
                 loop.create_task(self._stop_wanted(), name="stop"),
+                loop.create_task(self._host.tiers.run(), name="write-back"),
                 *self._desk.lanes,
             ]
             try:
@@ -152,16 +159,19 @@ class WorkerDaemon:
     def capabilities(self) -> r.WorkerCapabilities:
         """What this worker can do."""
         return r.WorkerCapabilities(
-            architectures=_ARCHITECTURES,
+            architectures=TESTED_ARCHITECTURES,
             call_kinds=[kind for kind in t.CallKind.values() if kind],
             losses=[loss for loss in t.Loss.values() if loss],
             precisions=[precision for precision in m.Precision.values() if precision],
             catalogue=sorted(self.settings.catalogue),
             device_state_bytes=self.settings.device_state_bytes,
             host_state_bytes=self.settings.host_state_bytes,
+            disk_state_bytes=self.settings.disk_state_bytes,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,
+            machine_type=self._host.machine_type,
+            checkpoint_store_id=self._snapshots.store_id(),
         )
 
     def status(self) -> w.WorkerStatus:
@@ -176,7 +186,9 @@ class WorkerDaemon:
             deployments=[self._host.status(model_id) for model_id in self._host.model_ids()],
             attempts=self._desk.running(),
             device_used_bytes=self._host.residency.device_used_bytes,
-            host_used_bytes=self._host.arena.used_bytes,
+            host_used_bytes=self._host.tiers.host_used_bytes,
+            disk_used_bytes=self._host.tiers.disk_used_bytes,
+            tiers=w.TierCounters(**asdict(self._host.tiers.counters)),
             version=VERSION,
         )
 
@@ -195,6 +207,7 @@ class WorkerDaemon:
                     has_device=process is not None and self._host.device.holder is process,
                     resident_bytes=_resident_bytes(process.pid) if process else 0,
                     starts=facts.starts,
+                    residue_bytes=process.residue_bytes if process else 0,
                 )
             )
         return engines

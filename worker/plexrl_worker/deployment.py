@@ -1,8 +1,10 @@
 """What the daemon remembers of one model on this worker, beside where its bytes are."""
 
+import asyncio
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plexrl.v1 import model_pb2 as m
@@ -11,6 +13,7 @@ from plexrl_worker.bases import LocalBase
 from plexrl_worker.engine import codec, port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import Unsupported
+from plexrl_worker.parked_files import StateFacts
 from plexrl_worker.settings import WorkerSettings
 
 _DEFAULT_MICRO_BATCH_TOKENS = 8192
@@ -18,11 +21,23 @@ _DEFAULT_MICRO_BATCH_TOKENS = 8192
 _COSMETIC_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
+@dataclass(frozen=True)
+class HostState:
+    """The whole state of a moment, as a host image holds it, and where the model's sequence stood then."""
+
+    parked: port.ParkedState
+    applied_sequence: int
+    weights_version: int
+
+
 @dataclass
 class Deployment:
     """A model on this worker.
 
     parked: what must be remembered to use its host image; None while there is no usable one.
+    conditions: what must be equal where a snapshot of it is restored.
+    host_state: what the image holds, which may be older than what is on the device; None while it is being written.
+    image_lock: held while the image is written, or read for a snapshot.
     attached: the engine child that knows it; another, or none, must be told again.
     """
 
@@ -37,6 +52,9 @@ class Deployment:
     parked: port.ParkedState | None = None
     attached: EngineProcess | None = None
     state_lost: bool = False
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    host_state: HostState | None = None
+    image_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def model_id(self) -> str:
@@ -54,6 +72,12 @@ class Deployment:
         assert self.layout is not None
         return frozenset(extent.component for extent in self.layout.components)
 
+    def facts(self) -> StateFacts:
+        """What its state of this moment is, for whoever finds it on disk."""
+        return StateFacts(
+            self.model_id, fingerprint(self.order), self.applied_sequence, self.weights_version, dict(self.conditions)
+        )
+
     def description(self) -> w.DeployedModel:
         """What was built, as a report says it."""
         assert self.layout is not None
@@ -61,7 +85,16 @@ class Deployment:
             parameter_count=self.layout.parameter_count,
             state_bytes=self.layout.device_bytes,
             has_tokenizer=self.base.tokenizer_file is not None,
+            applied_sequence=self.applied_sequence,
         )
+
+
+def fingerprint(order: w.DeployOrder) -> str:
+    """SHA-256 over what a model is built from, and for whom: equal for a model that is deployed again."""
+    same = w.DeployOrder(
+        model_id=order.model_id, job_id=order.job_id, base=order.base, role=order.role, settings=order.settings
+    )
+    return hashlib.sha256(same.SerializeToString(deterministic=True)).hexdigest()
 
 
 def check_settings(settings: m.ModelSettings) -> None:
@@ -102,7 +135,15 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
 
 def engine_key(settings: port.EngineSettings) -> str:
     """SHA-256 over the canonical config and the engine's settings: deployments with equal keys share a child."""
-    config: dict[str, Any] = json.loads(settings.config_json)
-    canonical = {key: value for key, value in config.items() if key not in _COSMETIC_CONFIG_KEYS}
-    content = asdict(settings) | {"config_json": canonical}
+    content = asdict(settings) | {"config_json": _canonical(settings.config_json)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def configuration_sha256(config_json: str) -> str:
+    """SHA-256 of what a config.json says about the architecture and its numbers."""
+    return hashlib.sha256(json.dumps(_canonical(config_json), sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(config_json: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(config_json)
+    return {key: value for key, value in config.items() if key not in _COSMETIC_CONFIG_KEYS}

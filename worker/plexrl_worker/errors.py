@@ -149,6 +149,13 @@ class CheckpointCorrupt(WorkerError):
     reason = "CHECKPOINT_CORRUPT"
 
 
+class ConditionsDiffer(WorkerError):
+    """A snapshot was written under conditions that this worker does not have: replay would not be bit-equal."""
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "CONDITIONS_DIFFER"
+
+
 class CheckpointNotFound(WorkerError):
     """No committed checkpoint has this id here."""
 

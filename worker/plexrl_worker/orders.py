@@ -1,7 +1,8 @@
 """Takes orders, runs each once in its lane, and reports.
 
-Two lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap, run_call),
-which waits for its model's placement only. Abort acts at once. Whatever touches the device queues for its lock.
+Four lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap,
+run_call), snapshots and prefetches, which wait for their model's placement only. Abort acts at once. Whatever touches
+the device queues for its lock.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
 from plexrl_worker.outbox import Outbox
+from plexrl_worker.placement import Placement
+from plexrl_worker.snapshotter import Snapshotter
 
 _log = structlog.get_logger(__name__)
 
@@ -57,22 +60,27 @@ class Work:
 class OrderDesk:
     """All orders of this worker."""
 
-    def __init__(self, host: ModelHost, fences: Fences, outbox: Outbox) -> None:
+    def __init__(self, host: ModelHost, placement: Placement, fences: Fences, outbox: Outbox) -> None:
         self._host = host
+        self._placement = placement
         self._runner = CallRunner(host)
+        self._snapshotter = Snapshotter(host)
         self._fences = fences
         self._outbox = outbox
         self._attempts = AttemptLog()
         self._placing: dict[str, asyncio.Future[None]] = {}
         self._placement_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
         self._device_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._snapshot_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._prefetch_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._lanes = (self._placement_lane, self._device_lane, self._snapshot_lane, self._prefetch_lane)
         self.lanes: list[asyncio.Task[None]] = []
         self._closed = False
         host.on_unordered_change = self._tell_of
 
     def start(self) -> None:
         """Begins to run what is queued."""
-        self.lanes = [asyncio.create_task(self._run_lane(lane)) for lane in (self._placement_lane, self._device_lane)]
+        self.lanes = [asyncio.create_task(self._run_lane(lane)) for lane in self._lanes]
 
     async def close(self) -> None:
         """Takes no more orders and ends what runs: its engines are about to be stopped."""
@@ -82,6 +90,7 @@ class OrderDesk:
         for lane in self.lanes:
             lane.cancel()
         await asyncio.gather(*self.lanes, return_exceptions=True)
+        self._snapshotter.close()
 
     def running(self) -> list[r.CallAttempt]:
         """Calls that run or are queued."""
@@ -102,7 +111,7 @@ class OrderDesk:
         """A new life: stops what runs, forgets every outcome and report, drops every model."""
         for attempt in self._attempts.all_running():
             attempt.stop()
-        for lane in (self._placement_lane, self._device_lane):
+        for lane in self._lanes:
             while not lane.empty():
                 lane.get_nowait().done.set_result(None)
         self._attempts.clear()
@@ -127,9 +136,15 @@ class OrderDesk:
                 self._place(work, order.drop.model_id)
             case "swap_weights":
                 swap = order.swap_weights
-                self._queue_for_device(work, [*swap.evict_model_ids, swap.load_model_id])
+                self._queue(self._device_lane, work, [*swap.evict_model_ids, swap.load_model_id])
             case "run_call":
                 self._accept_call(work)
+            case "snapshot":
+                self._queue(self._snapshot_lane, work, [order.snapshot.model_id])
+            case "expire_snapshots":
+                self._enqueue(self._snapshot_lane, work)
+            case "prefetch":
+                self._queue(self._prefetch_lane, work, [order.prefetch.model_id])
             case "abort":
                 self._abort(work)
             case _:
@@ -161,7 +176,7 @@ class OrderDesk:
             model_id=order.model_id,
             stop=lambda: self._stop(work),
         )
-        self._queue_for_device(work, [order.model_id])
+        self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
 
     def _stop(self, work: Work) -> None:
@@ -190,9 +205,10 @@ class OrderDesk:
         if self._placing.get(model_id) is done:
             del self._placing[model_id]
 
-    def _queue_for_device(self, work: Work, model_ids: list[str]) -> None:
+    def _queue(self, lane: asyncio.Queue[Work], work: Work, model_ids: list[str]) -> None:
+        """Behind the placements of the models that it needs."""
         work.after = tuple(self._placing[model_id] for model_id in model_ids if model_id in self._placing)
-        self._enqueue(self._device_lane, work)
+        self._enqueue(lane, work)
 
     def _enqueue(self, lane: asyncio.Queue[Work], work: Work) -> None:
         try:
@@ -234,6 +250,12 @@ class OrderDesk:
                 work.sink(self._finished(work, await self._outcome(work, self._drop(work))))
             case "swap_weights":
                 work.sink(self._finished(work, await self._outcome(work, self._swap(work))))
+            case "snapshot":
+                work.sink(self._finished(work, await self._outcome(work, self._snapshot(work))))
+            case "expire_snapshots":
+                work.sink(self._finished(work, await self._outcome(work, self._expire(work))))
+            case "prefetch":
+                work.sink(self._finished(work, await self._outcome(work, self._prefetch(work))))
             case "run_call":
                 if work.attempt is not None and work.attempt.outcome is None:
                     self._end_call(work, await self._outcome(work, self._call(work)))
@@ -251,7 +273,7 @@ class OrderDesk:
             return w.OrderFinished(error=to_status(EngineFailed(f"a fault of the worker: {error!r}")))
 
     async def _deploy(self, work: Work) -> w.OrderFinished:
-        return w.OrderFinished(deployed=await self._host.deploy(work.order.deploy, work.journal))
+        return w.OrderFinished(deployed=await self._placement.deploy(work.order.deploy, work.journal))
 
     async def _drop(self, work: Work) -> w.OrderFinished:
         await self._host.drop(work.order.drop.model_id, work.journal)
@@ -259,6 +281,20 @@ class OrderDesk:
 
     async def _swap(self, work: Work) -> w.OrderFinished:
         await self._host.swap(work.order.swap_weights, work.journal)
+        return w.OrderFinished()
+
+    async def _prefetch(self, work: Work) -> w.OrderFinished:
+        try:
+            await self._host.prefetch(work.order.prefetch)
+        finally:
+            work.journal.touch(work.order.prefetch.model_id)
+        return w.OrderFinished()
+
+    async def _snapshot(self, work: Work) -> w.OrderFinished:
+        return w.OrderFinished(snapshot=await self._snapshotter.take(work.order.snapshot, work.journal))
+
+    async def _expire(self, work: Work) -> w.OrderFinished:
+        await self._snapshotter.expire(list(work.order.expire_snapshots.snapshot_ids))
         return w.OrderFinished()
 
     async def _call(self, work: Work) -> w.OrderFinished:

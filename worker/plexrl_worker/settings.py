@@ -39,15 +39,19 @@ class WorkerSettings:
     device: str
     device_state_bytes: int
     host_state_bytes: int
+    disk_state_bytes: int
+    residue_bytes: int
     kv_cache_bytes: int
     threads: int
     state_dir: Path
     checkpoint_dir: Path
+    snapshot_bytes: int
     catalogue: Mapping[str, Path]
     labels: Mapping[str, str]
     engine: str
     engine_start_timeout_s: float
     hang_timeout_s: float
+    stop_grace_s: float
     tls: TlsFiles | None
 
 
@@ -86,14 +90,20 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         device=options.device,
         device_state_bytes=parse_bytes(options.device_state_bytes, "--device-state-bytes"),
         host_state_bytes=parse_bytes(options.host_state_bytes, "--host-state-bytes"),
+        disk_state_bytes=0
+        if options.disk_state_bytes == "0"
+        else parse_bytes(options.disk_state_bytes, "--disk-state-bytes"),
+        residue_bytes=parse_bytes(options.residue_bytes, "--residue-bytes"),
         kv_cache_bytes=parse_bytes(options.kv_cache_bytes, "--kv-cache-bytes"),
         threads=options.threads,
         state_dir=state_dir,
         checkpoint_dir=Path(options.checkpoint_dir).absolute() if options.checkpoint_dir else state_dir / "checkpoints",
+        snapshot_bytes=parse_bytes(options.snapshot_bytes, "--snapshot-bytes"),
         catalogue=read_catalogue(Path(options.catalogue_file)) if options.catalogue_file else {},
         labels=_labels(options.label),
         engine=options.engine,
         engine_start_timeout_s=_positive(options.engine_start_timeout_s, "--engine-start-timeout-s"),
+        stop_grace_s=_not_negative(options.stop_grace_s, "--stop-grace-s"),
         hang_timeout_s=_positive(options.hang_timeout_s, "--hang-timeout-s"),
         tls=tls,
     )
@@ -150,14 +160,18 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--device", "cpu", "cpu or cuda:N")
     add("--device-state-bytes", "4G", "model state that the device may hold at a time, KV cache apart", metavar="BYTES")
     add("--host-state-bytes", "8G", "parked model state that this worker's host memory may hold", metavar="BYTES")
+    add("--disk-state-bytes", "64G", "parked model state that the state directory may hold; 0: none", metavar="BYTES")
+    add("--residue-bytes", "1G", "an engine that keeps more than this after a swap is replaced", metavar="BYTES")
     add("--kv-cache-bytes", "256M", "KV cache of an engine", metavar="BYTES")
     add("--threads", "2", "compute threads of an engine; bit-equal replay needs the same number", type=int)
     add("--state-dir", "plexrl-worker", "private directory of this daemon; one daemon at a time", metavar="DIR")
     add("--checkpoint-dir", "", "where checkpoints are committed (default: STATE_DIR/checkpoints)", metavar="DIR")
+    add("--snapshot-bytes", "100G", "automatic snapshots that CHECKPOINT_DIR may hold, of all workers", metavar="BYTES")
     add("--catalogue-file", "", 'TOML file of NAME = "DIRECTORY": the model bases that jobs may name', metavar="FILE")
     add("--engine", "vllm", "vllm, or fake: no model at all, for tests of the cluster", choices=("vllm", "fake"))
     add("--engine-start-timeout-s", "300", "longest start of an engine", type=float, metavar="SECONDS")
     add("--hang-timeout-s", "300", "an engine without progress for this long is killed", type=float, metavar="SECONDS")
+    add("--stop-grace-s", "20", "longest wait of SIGTERM for snapshots and calls", type=float, metavar="SECONDS")
     add("--tls-cert", "", "PEM certificate of this worker", metavar="FILE")
     add("--tls-key", "", "PEM key of that certificate", metavar="FILE")
     add("--tls-ca", "", "PEM certificates of the authority that signs the controller's", metavar="FILE")
@@ -210,6 +224,12 @@ def _labels(items: Sequence[str]) -> dict[str, str]:
             raise SettingsError(f"--label {item!r}: want KEY=VALUE, each of 1-64 characters of [A-Za-z0-9._-]")
         labels[key] = value
     return labels
+
+
+def _not_negative(value: float, flag: str) -> float:
+    if not value >= 0:
+        raise SettingsError(f"{flag} {value}: want 0 or more")
+    return float(value)
 
 
 def _positive(value: float, flag: str) -> float:

@@ -1,4 +1,7 @@
-"""Starts, watches and ends the engine children, one per engine key; records each for the next life to reap.
+"""Starts, watches and ends the engine children, one per engine key; each has a directory, which is also its record.
+
+A child's directory is made before the child, and its path is among the child's arguments: whatever moment the daemon
+dies in, the next life finds both the child and what it left.
 
 Knows processes; what they compute, and whose state dies with them, is for its callers.
 """
@@ -6,6 +9,8 @@ Knows processes; what they compute, and whose state dies with them, is for its c
 import asyncio
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +21,14 @@ import structlog
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
-from plexrl_worker.errors import ShuttingDown, of_engine
+from plexrl_worker.errors import EngineFailed, ShuttingDown, of_engine
 
 _log = structlog.get_logger(__name__)
 
-# psutil derives start times from the boot time, which a clock adjustment shifts a little.
-_START_TIME_SLACK_S = 1.0
-
 MAX_SPARE_ENGINES = 2
 """Children without a model that are kept for the next one."""
+
+DIRECTORY_PREFIX = "plexrl-engine-"
 
 DeathListener = Callable[[EngineProcess, str], None]
 
@@ -56,14 +60,16 @@ class EngineSupervisor:
     def __init__(
         self,
         kind: str,
-        record_dir: Path,
+        device: str,
+        directory: Path,
         *,
         start_limit_s: float,
         hang_limit_s: float,
         on_death: DeathListener,
     ) -> None:
         self._kind = kind
-        self._record_dir = record_dir
+        self._device = device
+        self._directory = directory
         self._start_limit_s = start_limit_s
         self._hang_limit_s = hang_limit_s
         self._on_death = on_death
@@ -71,7 +77,7 @@ class EngineSupervisor:
         self._spares: dict[str, None] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._closing = False
-        record_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def get(self, key: str, settings: port.EngineSettings) -> EngineProcess:
         """The living child of a key, started if need be. Raises what `of_engine` makes of a failed start."""
@@ -130,64 +136,84 @@ class EngineSupervisor:
     async def _start(self, key: str, slot: _Slot) -> EngineProcess:
         slot.starts += 1
         _log.info("engine_starting", engine_key=key[:12], starts=slot.starts)
+        environment = device_environment(self._device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        directory = self._directory / f"{DIRECTORY_PREFIX}{secrets.token_hex(8)}"
+        directory.mkdir(mode=0o700)
         try:
             process = await EngineProcess.start(
                 self._kind,
                 slot.settings,
+                directory=directory,
                 start_limit_s=self._start_limit_s,
                 hang_limit_s=self._hang_limit_s,
+                environment=environment,
             )
-            # A child starts with the device; whoever needs it there grants it.
-            await process.release_device()
         except engine_errors.EngineError as error:
+            shutil.rmtree(directory, ignore_errors=True)
             raise of_engine(error) from error
-        record = self._record_dir / f"{process.pid}.json"
-        write_record(record, process.pid)
-        _log.info("engine_started", engine_key=key[:12], pid=process.pid)
-        watcher = asyncio.create_task(self._watch(key, process, record))
+        watcher = asyncio.create_task(self._watch(key, process, directory))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+        _log.info("engine_started", engine_key=key[:12], pid=process.pid)
+        if process.description.device_kind != self._device.partition(":")[0]:
+            await process.close()
+            raise EngineFailed(
+                f"the engine computes on {process.description.device_kind}, this worker was told --device "
+                f"{self._device}: install the engine for that device, or name the other"
+            )
+        try:
+            # A child starts with the device; whoever needs it there grants it.
+            process.floor_bytes = (await process.release_device()).held_bytes
+        except engine_errors.EngineError as error:
+            raise of_engine(error) from error
         return process
 
-    async def _watch(self, key: str, process: EngineProcess, record: Path) -> None:
+    async def _watch(self, key: str, process: EngineProcess, directory: Path) -> None:
         death = await process.wait_exit()
-        await asyncio.to_thread(record.unlink, missing_ok=True)
-        _log.warning("engine_ended", engine_key=key[:12], pid=process.pid, reason=death.reason, message=str(death))
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        # A child that was asked to end is no news.
+        log = _log.info if death.exit_code == 0 else _log.warning
+        log("engine_ended", engine_key=key[:12], pid=process.pid, reason=death.reason, message=str(death))
         self._on_death(process, key)
 
 
-def write_record(path: Path, pid: int) -> None:
-    """Writes which process a child is: its pid, and its start time against a later reuse of the pid."""
-    try:
-        started = psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"pid": pid, "create_time": started}), encoding="ascii")
-    os.replace(temporary, path)
+def device_environment(device: str, visible: str | None) -> dict[str, str]:
+    """Shows an engine its device and no other: none for `cpu`, for `cuda:N` the Nth of those that this daemon sees.
 
+    visible: the daemon's own CUDA_VISIBLE_DEVICES (a unit per GPU narrows it to one), None where all are seen.
 
-def reap_orphans(record_dir: Path, limit_s: float = 10.0) -> list[int]:
-    """Kills exactly the children that an earlier life recorded and that still live; returns their pids.
-
-    A zombie counts as gone: nothing but its parent can remove it.
+    >>> device_environment("cuda:0", "3")
+    {'CUDA_VISIBLE_DEVICES': '3'}
     """
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": number}
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if int(number) >= len(names):
+        raise EngineFailed(f"--device {device}: CUDA_VISIBLE_DEVICES={visible!r} shows {len(names)} device(s)")
+    return {"CUDA_VISIBLE_DEVICES": names[int(number)]}
+
+
+def reap_orphans(directory: Path, limit_s: float = 10.0) -> list[int]:
+    """Kills exactly the children that an earlier life left, and removes what they left; returns their pids.
+
+    A child is known by its directory among its arguments, which no other process has. A zombie counts as gone: nothing
+    but its parent can remove it.
+    """
+    leftovers = {str(path) for path in directory.glob(f"{DIRECTORY_PREFIX}*")}
     reaped: list[psutil.Process] = []
-    for record in sorted(record_dir.glob("*.json")):
-        try:
-            facts = json.loads(record.read_text(encoding="ascii"))
-            process = psutil.Process(int(facts["pid"]))
-            same = abs(process.create_time() - facts["create_time"]) < _START_TIME_SLACK_S
-            if same and process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
-                reaped.append(process)
-        except (ValueError, KeyError, psutil.NoSuchProcess):
-            pass
-        record.unlink(missing_ok=True)
+    for process in psutil.process_iter(["cmdline"]) if leftovers else ():
+        if leftovers.intersection(process.info["cmdline"] or ()) and _lives(process):
+            process.kill()
+            reaped.append(process)
     _, alive = psutil.wait_procs(reaped, timeout=limit_s)
     still = [process.pid for process in alive if _lives(process)]
     if still:
         raise RuntimeError(f"engine processes {still} of an earlier life do not end after SIGKILL")
+    for leftover in leftovers:
+        shutil.rmtree(leftover)
     return [process.pid for process in reaped]
 
 

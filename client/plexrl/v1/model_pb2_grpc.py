@@ -91,7 +91,8 @@ class ModelServiceServicer(object):
     def CreateModel(self, request, context):
         """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
         the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
-        FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
+        FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
+        PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
         UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -38,7 +38,8 @@ class ModelServiceStub:
     CreateModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.CreateModelRequest, _model_pb2.Model]
     """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
     the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
-    FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
+    FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
+    PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
     UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]
@@ -72,7 +73,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
     CreateModel: _aio.UnaryUnaryMultiCallable[_model_pb2.CreateModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
     the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
-    FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
+    FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
+    PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
     UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]  # type: ignore[assignment]
@@ -109,7 +111,8 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_model_pb2.Model, _abc.Awaitable[_model_pb2.Model]]:
         """Creates a model and places it on a worker; returns at once with CREATING, and calls may be submitted: they wait for
         the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
-        FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing.
+        FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
+        PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
         UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
         """
 

@@ -53,6 +53,7 @@ class PayloadServiceServicer(object):
 
     def PutPayload(self, request_iterator, context):
         """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+        An upload that no model uses is kept for an hour; models keep the files of their base.
         INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

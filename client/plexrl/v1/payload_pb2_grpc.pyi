@@ -35,6 +35,7 @@ class PayloadServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PayloadServiceAsyncStub: ...
     PutPayload: _grpc.StreamUnaryMultiCallable[_payload_pb2.PutPayloadRequest, _payload_pb2.PutPayloadResponse]
     """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+    An upload that no model uses is kept for an hour; models keep the files of their base.
     INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
     """
     GetPayload: _grpc.UnaryStreamMultiCallable[_payload_pb2.GetPayloadRequest, _payload_pb2.GetPayloadResponse]
@@ -47,6 +48,7 @@ class PayloadServiceAsyncStub(PayloadServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutPayload: _aio.StreamUnaryMultiCallable[_payload_pb2.PutPayloadRequest, _payload_pb2.PutPayloadResponse]  # type: ignore[assignment]
     """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+    An upload that no model uses is kept for an hour; models keep the files of their base.
     INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
     """
     GetPayload: _aio.UnaryStreamMultiCallable[_payload_pb2.GetPayloadRequest, _payload_pb2.GetPayloadResponse]  # type: ignore[assignment]
@@ -62,6 +64,7 @@ class PayloadServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_payload_pb2.PutPayloadResponse, _abc.Awaitable[_payload_pb2.PutPayloadResponse]]:
         """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+        An upload that no model uses is kept for an hour; models keep the files of their base.
         INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
         """
 

@@ -33,7 +33,7 @@ class _WorkerDirectiveEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Worke
     WORKER_DIRECTIVE_SERVE: _WorkerDirective.ValueType  # 1
     """Go on."""
     WORKER_DIRECTIVE_STOP: _WorkerDirective.ValueType  # 2
-    """Everything has left: the daemon may stop."""
+    """Everything is saved or has left: the daemon may stop."""
 
 class WorkerDirective(_WorkerDirective, metaclass=_WorkerDirectiveEnumTypeWrapper):
     """Desired state of a worker."""
@@ -43,7 +43,7 @@ WORKER_DIRECTIVE_UNSPECIFIED: WorkerDirective.ValueType  # 0
 WORKER_DIRECTIVE_SERVE: WorkerDirective.ValueType  # 1
 """Go on."""
 WORKER_DIRECTIVE_STOP: WorkerDirective.ValueType  # 2
-"""Everything has left: the daemon may stop."""
+"""Everything is saved or has left: the daemon may stop."""
 Global___WorkerDirective: _TypeAlias = WorkerDirective  # noqa: Y015
 
 @_typing.final
@@ -62,16 +62,25 @@ class WorkerCapabilities(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_NAME_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    MACHINE_TYPE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STORE_ID_FIELD_NUMBER: _builtins.int
+    DISK_STATE_BYTES_FIELD_NUMBER: _builtins.int
     device_state_bytes: _builtins.int
     """Bytes of model state that the device may hold at a time, KV cache apart."""
     host_state_bytes: _builtins.int
-    """Bytes of parked model state that the host tier may hold."""
+    """Bytes of parked model state that the host tier may hold; the least recently used of what is above goes to disk."""
     kv_cache_bytes: _builtins.int
     """Bytes of KV cache that an engine gets."""
     device_name: _builtins.str
     """cpu, or the CUDA device's name."""
     threads: _builtins.int
     """Compute threads of an engine: bit-equal replay needs the same number."""
+    machine_type: _builtins.str
+    """Processor or accelerator model. A snapshot is restored on the same machine type only, for bit-equal replay."""
+    checkpoint_store_id: _builtins.str
+    """Identity of the snapshot and checkpoint directory: workers with equal ones share it."""
+    disk_state_bytes: _builtins.int
+    """Bytes of parked model state that the disk tier may hold; 0: there is none."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face architecture names, e.g. Qwen3ForCausalLM."""
@@ -105,10 +114,13 @@ class WorkerCapabilities(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         device_name: _builtins.str = ...,
         threads: _builtins.int = ...,
+        machine_type: _builtins.str = ...,
+        checkpoint_store_id: _builtins.str = ...,
+        disk_state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +245,9 @@ class DeploymentStatus(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
     STATE_LOST_FIELD_NUMBER: _builtins.int
+    HOST_IMAGE_FIELD_NUMBER: _builtins.int
+    HOST_IMAGE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    HOST_IMAGE_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The model."""
     weights_version: _builtins.int
@@ -240,7 +255,13 @@ class DeploymentStatus(_message.Message):
     applied_sequence: _builtins.int
     """Highest sequence number applied to the training state."""
     state_lost: _builtins.bool
-    """Gone: the engine died while the only copy was on the device."""
+    """The newest state is gone: the engine died while the only copy was on the device, or a parked copy was damaged."""
+    host_image: _builtins.bool
+    """state_lost: the host image still holds the whole state of an earlier moment, which a deploy can restore."""
+    host_image_sequence: _builtins.int
+    """host_image: the sequence number that it stands at."""
+    host_image_weights_version: _builtins.int
+    """host_image: its version of the rollout weights."""
     @_builtins.property
     def residency(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ComponentResidency]:
         """Its components."""
@@ -253,10 +274,13 @@ class DeploymentStatus(_message.Message):
         weights_version: _builtins.int = ...,
         applied_sequence: _builtins.int = ...,
         state_lost: _builtins.bool = ...,
+        host_image: _builtins.bool = ...,
+        host_image_sequence: _builtins.int = ...,
+        host_image_weights_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "model_id", b"model_id", "residency", b"residency", "state_lost", b"state_lost", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "host_image", b"host_image", "host_image_sequence", b"host_image_sequence", "host_image_weights_version", b"host_image_weights_version", "model_id", b"model_id", "residency", b"residency", "state_lost", b"state_lost", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,12 +297,15 @@ class SynchronizeRequest(_message.Message):
     DEPLOYMENTS_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     worker_incarnation: _builtins.int
     """Its life."""
     resident_bytes: _builtins.int
     """Resident set of the daemon and its engines, in bytes."""
+    stopping: _builtins.bool
+    """The daemon was asked to stop: it takes no more calls, and waits a while for its models to be saved."""
     @_builtins.property
     def deployments(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeploymentStatus]:
         """Everything it holds."""
@@ -295,10 +322,11 @@ class SynchronizeRequest(_message.Message):
         deployments: _abc.Iterable[Global___DeploymentStatus] | None = ...,
         attempts: _abc.Iterable[Global___CallAttempt] | None = ...,
         resident_bytes: _builtins.int = ...,
+        stopping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deployments", b"deployments", "resident_bytes", b"resident_bytes", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deployments", b"deployments", "resident_bytes", b"resident_bytes", "stopping", b"stopping", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

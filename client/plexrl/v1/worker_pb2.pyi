@@ -84,6 +84,9 @@ class DeployOrder(_message.Message):
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FROM_HOST_IMAGE_FIELD_NUMBER: _builtins.int
+    HOST_IMAGE_SEQUENCE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The model."""
     job_id: _builtins.str
@@ -96,6 +99,10 @@ class DeployOrder(_message.Message):
     """Sequence number that the restored state stands at."""
     weights_version: _builtins.int
     """Version of the rollout weights of the restored state."""
+    from_host_image: _builtins.bool
+    """Restore what this worker's host image of the model still holds, if that stands at host_image_sequence."""
+    host_image_sequence: _builtins.int
+    """from_host_image: the sequence number that the image must stand at, else STATE_LOST."""
     @_builtins.property
     def base(self) -> _model_pb2.ModelBase:
         """First weights."""
@@ -103,6 +110,10 @@ class DeployOrder(_message.Message):
     @_builtins.property
     def settings(self) -> _model_pb2.ModelSettings:
         """How to run it."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotRef:
+        """Restore this automatic snapshot instead of the base or a checkpoint."""
 
     def __init__(
         self,
@@ -115,14 +126,96 @@ class DeployOrder(_message.Message):
         checkpoint_id: _builtins.str = ...,
         applied_sequence: _builtins.int = ...,
         weights_version: _builtins.int = ...,
+        snapshot: Global___SnapshotRef | None = ...,
+        from_host_image: _builtins.bool = ...,
+        host_image_sequence: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "settings", b"settings", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "base", b"base", "checkpoint_id", b"checkpoint_id", "job_id", b"job_id", "model_id", b"model_id", "role", b"role", "settings", b"settings", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "base", b"base", "checkpoint_id", b"checkpoint_id", "from_host_image", b"from_host_image", "host_image_sequence", b"host_image_sequence", "job_id", b"job_id", "model_id", b"model_id", "role", b"role", "settings", b"settings", "snapshot", b"snapshot", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeployOrder: _TypeAlias = DeployOrder  # noqa: Y015
+
+@_typing.final
+class SnapshotRef(_message.Message):
+    """An automatic snapshot, and the proof that it is the one that was committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Its place in the snapshot store: a UUID."""
+    manifest_sha256: _builtins.str
+    """SHA-256 of its manifest, hexadecimal. Another one there is refused with CHECKPOINT_CORRUPT."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        manifest_sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_sha256", b"manifest_sha256", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotRef: _TypeAlias = SnapshotRef  # noqa: Y015
+
+@_typing.final
+class SnapshotOrder(_message.Message):
+    """Write a committed copy of a model's full state, between two calls of the device and off its time but for one copy to
+    the host. Replaces what the store has under the same id. FAILED_PRECONDITION with STATE_LOST or NOT_DEPLOYED;
+    RESOURCE_EXHAUSTED with STORAGE_FAILED: the disk or the budget is full.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """The model."""
+    snapshot_id: _builtins.str
+    """Where it goes: a UUID that this model alone uses."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotOrder: _TypeAlias = SnapshotOrder  # noqa: Y015
+
+@_typing.final
+class ExpireSnapshotsOrder(_message.Message):
+    """Delete automatic snapshots that nothing needs any more; unknown ones are passed over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_ids", b"snapshot_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpireSnapshotsOrder: _TypeAlias = ExpireSnapshotsOrder  # noqa: Y015
 
 @_typing.final
 class DropOrder(_message.Message):
@@ -175,6 +268,36 @@ class SwapWeightsOrder(_message.Message):
 Global___SwapWeightsOrder: _TypeAlias = SwapWeightsOrder  # noqa: Y015
 
 @_typing.final
+class PrefetchOrder(_message.Message):
+    """Move a parked state up before it is needed, while the device works for another model. Costs the running call nothing but
+    bandwidth. A hint: what has no room is refused with OVER_BUDGET, and a swap that comes later does what is left to do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """The model."""
+    tier: _types_pb2.Tier.ValueType
+    """TIER_HOST: from disk to host memory. TIER_DEVICE: also into device memory that the budget leaves free, verified but not
+    in use; for a model that shares its engine with the one that has the device, else as far as TIER_HOST.
+    """
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        tier: _types_pb2.Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchOrder: _TypeAlias = PrefetchOrder  # noqa: Y015
+
+@_typing.final
 class RunCallOrder(_message.Message):
     """Execute a call. Its model must be on the device."""
 
@@ -188,6 +311,8 @@ class RunCallOrder(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     NEW_CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
+    THROUGH_SEQUENCE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job."""
     model_id: _builtins.str
@@ -201,6 +326,12 @@ class RunCallOrder(_message.Message):
     after_sequence: _builtins.int
     """Sequenced calls: runs only if the last applied sequence is exactly this, else FAILED_PRECONDITION with SEQUENCE_MISMATCH.
     Differs from sequence - 1 after a failed call: its number stays unused.
+    """
+    replay: _builtins.bool
+    """Replay: the call has succeeded before, in a life that is lost; it is executed again for its effect alone."""
+    through_sequence: _builtins.int
+    """Replay: the sequence number that the state stands at afterwards. Above `sequence` when calls follow that changed
+    nothing, which are not replayed.
     """
     @_builtins.property
     def call(self) -> _registry_pb2.CallAttempt:
@@ -221,10 +352,12 @@ class RunCallOrder(_message.Message):
         spec: _types_pb2.CallSpec | None = ...,
         new_checkpoint_id: _builtins.str = ...,
         after_sequence: _builtins.int = ...,
+        replay: _builtins.bool = ...,
+        through_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "sequence", b"sequence", "spec", b"spec", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,6 +401,9 @@ class Order(_message.Message):
     SWAP_WEIGHTS_FIELD_NUMBER: _builtins.int
     RUN_CALL_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    EXPIRE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     order_id: _builtins.int
     """Unique in the term; reports carry it."""
     leader_term: _builtins.int
@@ -294,6 +430,18 @@ class Order(_message.Message):
     def abort(self) -> Global___AbortOrder:
         """Stop an execution."""
 
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotOrder:
+        """Write a snapshot."""
+
+    @_builtins.property
+    def expire_snapshots(self) -> Global___ExpireSnapshotsOrder:
+        """Delete snapshots."""
+
+    @_builtins.property
+    def prefetch(self) -> Global___PrefetchOrder:
+        """Move a parked state up, beside what runs."""
+
     def __init__(
         self,
         *,
@@ -305,12 +453,15 @@ class Order(_message.Message):
         swap_weights: Global___SwapWeightsOrder | None = ...,
         run_call: Global___RunCallOrder | None = ...,
         abort: Global___AbortOrder | None = ...,
+        snapshot: Global___SnapshotOrder | None = ...,
+        expire_snapshots: Global___ExpireSnapshotsOrder | None = ...,
+        prefetch: Global___PrefetchOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "run_call", b"run_call", "swap_weights", b"swap_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "leader_term", b"leader_term", "order_id", b"order_id", "run_call", b"run_call", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "leader_term", b"leader_term", "order_id", b"order_id", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort", "snapshot", "expire_snapshots", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -400,6 +551,7 @@ class OrderFinished(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     DEPLOYED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _status_pb2.Status:
         """Unset or OK: success. Otherwise ErrorInfo carries the CallReason's name without its prefix."""
@@ -412,20 +564,75 @@ class OrderFinished(_message.Message):
     def deployed(self) -> Global___DeployedModel:
         """deploy: what was built."""
 
+    @_builtins.property
+    def snapshot(self) -> Global___WrittenSnapshot:
+        """snapshot: what was committed."""
+
     def __init__(
         self,
         *,
         error: _status_pb2.Status | None = ...,
         result: _types_pb2.CallResult | None = ...,
         deployed: Global___DeployedModel | None = ...,
+        snapshot: Global___WrittenSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deployed", b"deployed", "error", b"error", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deployed", b"deployed", "error", b"error", "result", b"result", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployed", b"deployed", "error", b"error", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployed", b"deployed", "error", b"error", "result", b"result", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderFinished: _TypeAlias = OrderFinished  # noqa: Y015
+
+@_typing.final
+class WrittenSnapshot(_message.Message):
+    """A snapshot that counts: its manifest is on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    DEVICE_S_FIELD_NUMBER: _builtins.int
+    WRITE_S_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Its id."""
+    sequence: _builtins.int
+    """Sequence number that the state inside stands at."""
+    step: _builtins.int
+    """Optimizer steps inside."""
+    weights_version: _builtins.int
+    """Version of the rollout weights inside."""
+    size_bytes: _builtins.int
+    """Bytes on disk."""
+    manifest_sha256: _builtins.str
+    """SHA-256 of the manifest, hexadecimal."""
+    device_s: _builtins.float
+    """Device time that it took, in seconds: the copy to the host. The write went on beside the calls."""
+    write_s: _builtins.float
+    """Time that the write took, in seconds."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        step: _builtins.int = ...,
+        weights_version: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        manifest_sha256: _builtins.str = ...,
+        device_s: _builtins.float = ...,
+        write_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_s", b"device_s", "manifest_sha256", b"manifest_sha256", "sequence", b"sequence", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "step", b"step", "weights_version", b"weights_version", "write_s", b"write_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WrittenSnapshot: _TypeAlias = WrittenSnapshot  # noqa: Y015
 
 @_typing.final
 class DeployedModel(_message.Message):
@@ -436,22 +643,26 @@ class DeployedModel(_message.Message):
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
+    APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
     parameter_count: _builtins.int
     """Parameters."""
     state_bytes: _builtins.int
     """Bytes of the full state on the device."""
     has_tokenizer: _builtins.bool
     """Whether the base has a tokenizer."""
+    applied_sequence: _builtins.int
+    """Sequence number that the state stands at now: above the order's when the order was known and calls ran since."""
     def __init__(
         self,
         *,
         parameter_count: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
         has_tokenizer: _builtins.bool = ...,
+        applied_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tokenizer", b"has_tokenizer", "parameter_count", b"parameter_count", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "has_tokenizer", b"has_tokenizer", "parameter_count", b"parameter_count", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,6 +835,7 @@ class EngineStatus(_message.Message):
     HAS_DEVICE_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
+    RESIDUE_BYTES_FIELD_NUMBER: _builtins.int
     engine_key: _builtins.str
     """Fingerprint of architecture and configuration."""
     architecture: _builtins.str
@@ -638,6 +850,8 @@ class EngineStatus(_message.Message):
     """Resident set in bytes."""
     starts: _builtins.int
     """Times an engine of this key was started in this life of the worker."""
+    residue_bytes: _builtins.int
+    """Device memory that it held after its last swap out or release beyond what it held when it was new, in bytes."""
     @_builtins.property
     def model_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models inside."""
@@ -653,14 +867,69 @@ class EngineStatus(_message.Message):
         has_device: _builtins.bool = ...,
         resident_bytes: _builtins.int = ...,
         starts: _builtins.int = ...,
+        residue_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "engine_key", b"engine_key", "has_device", b"has_device", "model_ids", b"model_ids", "pid", b"pid", "resident_bytes", b"resident_bytes", "starts", b"starts", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "engine_key", b"engine_key", "has_device", b"has_device", "model_ids", b"model_ids", "pid", b"pid", "resident_bytes", b"resident_bytes", "residue_bytes", b"residue_bytes", "starts", b"starts", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class TierCounters(_message.Message):
+    """Moves between the tiers, counted over this life of the worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADS_FROM_DEVICE_FIELD_NUMBER: _builtins.int
+    LOADS_FROM_HOST_FIELD_NUMBER: _builtins.int
+    LOADS_FROM_DISK_FIELD_NUMBER: _builtins.int
+    PREFETCH_HITS_FIELD_NUMBER: _builtins.int
+    PREFETCH_MISSES_FIELD_NUMBER: _builtins.int
+    SPILLS_FIELD_NUMBER: _builtins.int
+    DISK_WRITES_FIELD_NUMBER: _builtins.int
+    DISK_WRITE_BYTES_FIELD_NUMBER: _builtins.int
+    ENGINES_REPLACED_FIELD_NUMBER: _builtins.int
+    loads_from_device: _builtins.int
+    """Loads onto the device that a prefetch had brought all the way."""
+    loads_from_host: _builtins.int
+    """Loads whose state was in host memory."""
+    loads_from_disk: _builtins.int
+    """Loads that waited for the disk."""
+    prefetch_hits: _builtins.int
+    """Loads that were the faster for a prefetch."""
+    prefetch_misses: _builtins.int
+    """Prefetched states that were given up or sent back to disk before they were used."""
+    spills: _builtins.int
+    """Parked states that left host memory for the disk."""
+    disk_writes: _builtins.int
+    """States written to disk, in the background or to make room."""
+    disk_write_bytes: _builtins.int
+    """Bytes of them."""
+    engines_replaced: _builtins.int
+    """Engines replaced for holding memory that a swap should have freed."""
+    def __init__(
+        self,
+        *,
+        loads_from_device: _builtins.int = ...,
+        loads_from_host: _builtins.int = ...,
+        loads_from_disk: _builtins.int = ...,
+        prefetch_hits: _builtins.int = ...,
+        prefetch_misses: _builtins.int = ...,
+        spills: _builtins.int = ...,
+        disk_writes: _builtins.int = ...,
+        disk_write_bytes: _builtins.int = ...,
+        engines_replaced: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_write_bytes", b"disk_write_bytes", "disk_writes", b"disk_writes", "engines_replaced", b"engines_replaced", "loads_from_device", b"loads_from_device", "loads_from_disk", b"loads_from_disk", "loads_from_host", b"loads_from_host", "prefetch_hits", b"prefetch_hits", "prefetch_misses", b"prefetch_misses", "spills", b"spills"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierCounters: _TypeAlias = TierCounters  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -679,6 +948,8 @@ class WorkerStatus(_message.Message):
     DEVICE_USED_BYTES_FIELD_NUMBER: _builtins.int
     HOST_USED_BYTES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -693,6 +964,8 @@ class WorkerStatus(_message.Message):
     """Bytes of parked state in the host tier."""
     version: _builtins.str
     """Its version."""
+    disk_used_bytes: _builtins.int
+    """Bytes of parked state on disk."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.WorkerCapabilities:
         """What it can do."""
@@ -709,6 +982,10 @@ class WorkerStatus(_message.Message):
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.CallAttempt]:
         """What it executes or has queued."""
 
+    @_builtins.property
+    def tiers(self) -> Global___TierCounters:
+        """What the tiers did."""
+
     def __init__(
         self,
         *,
@@ -723,10 +1000,12 @@ class WorkerStatus(_message.Message):
         device_used_bytes: _builtins.int = ...,
         host_used_bytes: _builtins.int = ...,
         version: _builtins.str = ...,
+        disk_used_bytes: _builtins.int = ...,
+        tiers: Global___TierCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = float | Sequence[float] | FloatArray
@@ -200,6 +200,9 @@ class Never(_Stationary):
 Part: TypeAlias = "Gamma | LogNormal | Never | Mixture"
 
 
+_BISECTIONS = 64  # from any bracket to the last digit of a double
+
+
 @dataclass(frozen=True)
 class Mixture(_Stationary):
     """One of several laws, drawn anew for each operation: a cached image or a cold pull. Weights sum to 1."""
@@ -232,8 +235,21 @@ class Mixture(_Stationary):
 
     def quantile(self, p: Times) -> FloatArray:
         probabilities = _probability(p)
-        found = [self._quantile(float(value)) for value in probabilities.ravel()]
-        return np.array(found, np.float64).reshape(probabilities.shape)
+        finite = [part for weight, part in zip(self.weights, self.parts, strict=True) if weight and part.mass]
+        if not finite:
+            return _array(np.where(probabilities > 0, np.inf, 0.0))
+        reached = probabilities < self.mass - 1e-15
+        wanted = np.where(reached, probabilities, 0.0)
+        # Parts that never finish push the quantile into the tail of the rest, past all of theirs.
+        high = np.max([part.quantile(wanted * part.mass) for part in finite], axis=0) + 1e-9
+        while bool(np.any(short := self.cdf(high) < wanted)):
+            high = np.where(short, 2 * high, high)
+        low = np.zeros_like(high)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            below = self.cdf(middle) < wanted
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return _array(np.where(reached, high, np.inf))
 
     def samples(self, generator: np.random.Generator, count: int) -> FloatArray:
         which = generator.choice(len(self.parts), size=count, p=np.array(self.weights) / sum(self.weights))
@@ -245,21 +261,6 @@ class Mixture(_Stationary):
 
     def _sum(self, values: list[FloatArray]) -> FloatArray:
         return _array(np.tensordot(np.array(self.weights), np.stack(values), axes=1))
-
-    def _quantile(self, p: float) -> float:
-        if p > self.mass - 1e-15:
-            return float("inf")
-        # The mixture's quantile lies between those of its parts; never-ending parts push it into the tail of the rest.
-        finite = [part for weight, part in zip(self.weights, self.parts, strict=True) if weight and part.mass]
-        low = min(float(part.quantile(p * part.mass)) for part in finite)
-        high = max(float(part.quantile(p * part.mass)) for part in finite)
-        while float(self.cdf(high)) < p:
-            high = 2 * high + 1e-9
-        while float(self.cdf(low)) > p:
-            low /= 2
-        if high <= low:
-            return low
-        return float(optimize.brentq(lambda t: float(self.cdf(t)) - p, low, high, xtol=1e-12, rtol=1e-12))
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,28 @@ class Drift:
 
 
 AnyLaw: TypeAlias = "Part | Drift"
+
+
+def scaled(law: AnyLaw, factor: float) -> AnyLaw:
+    """The law of `factor` times T."""
+    _positive(factor=factor)
+    match law:
+        case Drift():
+            return Drift(tuple((start, _scaled(part, factor)) for start, part in law.stages))
+        case _:
+            return _scaled(law, factor)
+
+
+def _scaled(law: Part, factor: float) -> Part:
+    match law:
+        case Gamma():
+            return Gamma(law.k, law.theta_s * factor)
+        case LogNormal():
+            return LogNormal(law.mu + float(np.log(factor)), law.sigma)
+        case Never():
+            return law
+        case Mixture():
+            return Mixture(law.weights, tuple(_scaled(part, factor) for part in law.parts))
 
 
 def _positive(**values: float) -> None:

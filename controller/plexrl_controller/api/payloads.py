@@ -11,8 +11,7 @@ from plexrl_controller.domain.errors import InvalidArgument, NotFound, ResourceE
 from plexrl_controller.domain.ids import ModelId, Tenant
 from plexrl_controller.domain.records import Payload
 from plexrl_controller.domain.states import Role
-
-MAX_UPLOAD_BYTES = 8 * 1024**3
+from plexrl_controller.payloads.port import MAX_PAYLOAD_BYTES
 
 
 class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
@@ -28,8 +27,8 @@ class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.sha256:
             raise InvalidArgument("the first message must carry size_bytes and sha256")
-        if first.size_bytes > MAX_UPLOAD_BYTES:
-            raise ResourceExhausted(f"size_bytes: {first.size_bytes}, the limit is {MAX_UPLOAD_BYTES}")
+        if first.size_bytes > MAX_PAYLOAD_BYTES:
+            raise ResourceExhausted(f"size_bytes: {first.size_bytes}, the limit is {MAX_PAYLOAD_BYTES}")
 
         async def chunks() -> AsyncIterator[bytes]:
             sha256, size_bytes = hashlib.sha256(first.data), len(first.data)
@@ -46,7 +45,9 @@ class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
                     f"want {first.size_bytes} with {first.sha256}"
                 )
 
-        payload = await self._core.payloads.put(identity().own_tenant, chunks())
+        tenant = identity().own_tenant
+        payload = await self._core.payloads.put(tenant, chunks())
+        await self._core.uploads.uploaded(tenant, payload, self._core.clock.now())
         return payload_pb2.PutPayloadResponse(payload_id=payload.sha256)
 
     async def GetPayload(

@@ -6,7 +6,7 @@ Pure over the ledger: takes a batch, extends it until no effect inside the ledge
 from google.rpc import code_pb2
 
 from plexrl import wire
-from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch, ModelCalls
+from plexrl_controller.dispatch.ledger import RESTORE_BASE, RESTORE_VOID, Batch, ModelCalls
 from plexrl_controller.domain.records import Call, Job, Model, Record, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -97,7 +97,8 @@ def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
     if model.state is ModelState.DELETING:
         batch.transition(model, ModelEvent.DROPPED)
     elif model.restore_checkpoint_id is not None:
-        source = "its base" if model.restore_checkpoint_id == RESTORE_BASE else "its last checkpoint"
+        from_base = model.restore_checkpoint_id in (RESTORE_BASE, RESTORE_VOID)
+        source = "its base" if from_base else "its last checkpoint"
         batch.transition(model, ModelEvent.RECOVER, message=f"being restored from {source} after: {cause}")
     elif model.state in (ModelState.PLACED, ModelState.RECOVERING):
         batch.transition(
@@ -116,6 +117,10 @@ def _fail_successors(batch: Batch, call: Call) -> None:
         return
     if model.failed_sequence and call.sequence > model.failed_sequence:
         return
+    placed = model.state in (ModelState.PLACED, ModelState.RECOVERING)
+    if model.restore_checkpoint_id == RESTORE_VOID and placed and call.sequence == model.due_sequence:
+        _lose_again(batch, model, call)
+        return
     batch.update(model, failed_sequence=call.sequence)
     message = (
         f"sequence {call.sequence} ended as {call.state.name} ({call.call_id}); ResumeSequence lets later calls run"
@@ -127,6 +132,18 @@ def _fail_successors(batch: Batch, call: Call) -> None:
     for call_id, version in list(index.generates.items()):
         if version >= call.sequence and ledger.calls[call_id].state is CallState.PENDING:
             fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
+
+
+def _lose_again(batch: Batch, model: Model, load: Call) -> None:
+    """The load_checkpoint that was to replace a lost state did not: what was built to load into is not served."""
+    batch.transition(
+        model,
+        ModelEvent.LOSE_STATE,
+        failed_sequence=load.sequence,
+        restore_checkpoint_id=None,
+        message=f"the training state was lost, and load_checkpoint at sequence {load.sequence} ended as "
+        f"{load.state.name}. Load a checkpoint (or the base) to go on",
+    )
 
 
 def _end_calls_of_model(batch: Batch, model: Model) -> None:

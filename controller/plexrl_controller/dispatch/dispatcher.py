@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from plexrl.v1 import worker_pb2
-from plexrl_controller.dispatch import reaper, workers
+from plexrl_controller.dispatch import reaper, retention, workers
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.cycle import GroupCycle
 from plexrl_controller.dispatch.reports import ReportRecorder
@@ -19,11 +19,14 @@ REAP_INTERVAL_S = 0.5
 class Dispatcher:
     """Starts and stops the tasks of the leader. Implements ReportHandler."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, history_s: float = retention.HISTORY_S) -> None:
         self.core = core
+        self._history_s = history_s
         self._recorder = ReportRecorder(core)
-        self._cycles: dict[WorkerId, asyncio.Task[None]] = {}
+        self._cycles: dict[WorkerId, GroupCycle] = {}
+        self._reads: set[asyncio.Task[None]] = set()
         self._reaper: asyncio.Task[None] | None = None
+        self._pruner: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Resolves when a task ended that must not: the process stops then, and a fresh one reloads."""
 
@@ -32,12 +35,13 @@ class Dispatcher:
         core = self.core
         core.ledger.restore(await core.store.load(), core.clock.now())
         core.hold_payloads()
-        await core.payloads.sweep()
         for worker in core.ledger.workers.values():
             if worker.state is not WorkerState.LOST:
                 core.transport.open(worker)
-                self._ensure_cycle(worker.worker_id)
+        core.turns.start(self._turn)
+        core.writer.before_commit = core.turns.run
         self._reaper = self._spawn(self._reap_for_ever(), "reaper")
+        self._pruner = self._spawn(self._prune_for_ever(), "pruner")
         log.info(
             "leader_started", term=core.term, jobs=len(core.ledger.jobs), models=len(core.ledger.models),
             calls=len(core.ledger.calls), workers=len(core.ledger.workers),
@@ -45,7 +49,8 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops scheduling; what is durable stays for the next leader."""
-        tasks = [*self._cycles.values(), *([self._reaper] if self._reaper else [])]
+        self.core.turns.stop()
+        tasks = [*self._reads, *(task for task in (self._reaper, self._pruner) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -53,7 +58,6 @@ class Dispatcher:
 
     async def stream_opened(self, worker_id: WorkerId, incarnation: int, status: worker_pb2.WorkerStatus) -> None:
         """Orders can be sent to a worker."""
-        self._ensure_cycle(worker_id)
         await workers.stream_opened(self.core, worker_id, incarnation, status)
 
     async def reports_came(self, worker_id: WorkerId, incarnation: int, reports: Sequence[worker_pb2.Report]) -> None:
@@ -66,14 +70,34 @@ class Dispatcher:
         if worker is not None and worker.incarnation == incarnation:
             self.core.ledger.groups[worker_id].connected = False
 
-    def _ensure_cycle(self, worker_id: WorkerId) -> None:
+    def _turn(self, worker_id: WorkerId) -> None:
         if worker_id not in self._cycles:
-            self._cycles[worker_id] = self._spawn(GroupCycle(self.core, worker_id).run(), f"cycle-{worker_id}")
+            self._cycles[worker_id] = GroupCycle(self.core, worker_id, self._spawn_read)
+        try:
+            self._cycles[worker_id].turn()
+        except Exception as error:  # noqa: BLE001 - whatever it is: a group that is not served any more must not go unseen
+            self._fail(f"cycle-{worker_id}", error)
+
+    def _spawn_read(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._reads.add(task)
+        task.add_done_callback(self._read_ended)
+        return task
+
+    def _read_ended(self, task: asyncio.Task[None]) -> None:
+        self._reads.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(task.get_name(), error)
 
     async def _reap_for_ever(self) -> None:
         while True:
             await reaper.reap(self.core)
             await asyncio.sleep(REAP_INTERVAL_S)
+
+    async def _prune_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(retention.PRUNE_INTERVAL_S)
+            await retention.prune(self.core, self._history_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -83,8 +107,10 @@ class Dispatcher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             return
-        error = task.exception() or RuntimeError(f"{task.get_name()} ended")
+        self._fail(task.get_name(), task.exception() or RuntimeError(f"{task.get_name()} ended"))
+
+    def _fail(self, name: str, error: BaseException) -> None:
         level = log.warning if isinstance(error, LeadershipLost) else log.error
-        level("task_ended", task=task.get_name(), error=repr(error), exc_info=error)
+        level("task_ended", task=name, error=repr(error), exc_info=error)
         if not self.failed.done():
             self.failed.set_result(error)

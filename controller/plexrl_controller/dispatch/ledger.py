@@ -35,6 +35,10 @@ from plexrl_controller.store.port import Account, Changes, LiveState
 R = TypeVar("R", Job, Model, Call, Worker)
 RESTORE_BASE = CheckpointId("base")
 """Model.restore_checkpoint_id while the state is exactly the base's."""
+RESTORE_VOID = CheckpointId("void")
+"""The same while the state is lost and a load_checkpoint is on its way: what the worker holds must not be served."""
+NO_CHECKPOINT = (RESTORE_BASE, RESTORE_VOID)
+"""What is built from the base."""
 
 
 @dataclass
@@ -101,6 +105,8 @@ class Ledger:
         self.progress: dict[CallId, tuple[int, int]] = {}
         self.specs: dict[CallId, types_pb2.CallSpec] = {}
         self._accepting: dict[ModelId, asyncio.Lock] = {}
+        self.arriving: dict[ModelId, int] = {}
+        """Calls of a model that are being accepted one after the other, each behind the write of its arguments."""
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
         self.round_trip_s: dict[JobId, float] = {}
@@ -174,6 +180,8 @@ class Ledger:
             self.calls_of_model.pop(model_id, None)
             self.residency.pop(model_id, None)
             self._accepting.pop(model_id, None)
+            if not self.arriving.get(model_id):
+                self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for index in (self.jobs, self.facts, self.accounts, self.round_trip_s):
@@ -298,16 +306,16 @@ class Batch:
         self.ledger.requests[request.scope, request.request_id] = request
         self._requests.append(request)
 
-    def changed_calls(self) -> list[Call]:
-        """Calls that this batch accepts or of which there is something to tell, each as it last told of it."""
-        accepted = [record for record in self._inserts.values() if isinstance(record, Call)]
-        return accepted + [r for effect, r in self.effects if effect is Effect.DELIVER and isinstance(r, Call)]
-
     def take(self, *wanted: Effect) -> list[tuple[Effect, Record]]:
         """Removes and returns the effects of the given kinds."""
         taken = [e for e in self.effects if e[0] in wanted]
         self.effects = [e for e in self.effects if e[0] not in wanted]
         return taken
+
+    def changed_calls(self) -> list[Call]:
+        """Calls that this batch accepts or of which there is something to tell, each as it last told of it."""
+        accepted = [record for record in self._inserts.values() if isinstance(record, Call)]
+        return accepted + [r for effect, r in self.effects if effect is Effect.DELIVER and isinstance(r, Call)]
 
     def changes(self) -> Changes:
         """Everything for the store."""

@@ -24,7 +24,8 @@ from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.scheduling.place import Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.views import Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         worker_incarnation=core.ledger.workers[worker_id].incarnation,
         restore_checkpoint_id=RESTORE_BASE,
     )
+    core.uploads.hold_base(model)
     batch.insert(model)
     remember(batch, key, model.model_id)
     durable = core.post(batch)
@@ -84,16 +86,18 @@ def choose_worker(
 ) -> WorkerId:
     """Places a model. Raises Unavailable when a worker may come, FailedPrecondition when none can ever do."""
     request = PlacementRequest(
-        architecture=architecture_of(base),
-        catalogue=base.catalogue or None,
-        require=dict(affinity.require),
-        colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
-        avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
-        state_bytes=state_bytes,
+        groups=(GroupRequest(state_bytes=state_bytes),),
+        requirements=Requirements(
+            architecture=architecture_of(base),
+            catalogue=base.catalogue or None,
+            labels=dict(affinity.require),
+            colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
+            avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
+        ),
     )
-    match place(cluster_view(core.ledger), request):
-        case Placed(worker_id=worker_id):
-            return worker_id
+    match place(cluster_view(core.ledger), request, core.policy):
+        case Placed() as placed:
+            return placed.worker_id
         case Refused(reason=reason, temporary=True):
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):

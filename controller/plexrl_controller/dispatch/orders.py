@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from plexrl_controller.dispatch.ledger import RESTORE_BASE
+from plexrl_controller.dispatch.ledger import NO_CHECKPOINT
 from plexrl_controller.domain.ids import ModelId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.domain.states import CallKind
@@ -40,7 +40,7 @@ class OrderBook:
                 base=model_pb2.ModelBase.FromString(model.base),
                 role=model_pb2.ModelRole.ValueType(model.role),
                 settings=model_pb2.ModelSettings.FromString(model.settings),
-                checkpoint_id="" if restore in (None, RESTORE_BASE) else restore,
+                checkpoint_id="" if restore in (None, *NO_CHECKPOINT) else restore,
                 applied_sequence=model.applied_sequence,
                 weights_version=model.weights_version,
             )

@@ -40,6 +40,7 @@ async def reap(core: Core) -> None:
     await core.commit(batch)
     await replace_models_of_lost_workers(core)
     _forget(core)
+    await core.uploads.reap(core.ledger, core.clock.now())
 
 
 def _expire(batch: Batch, call: Call) -> None:

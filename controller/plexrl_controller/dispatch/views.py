@@ -1,13 +1,23 @@
 """Scheduling views, built from the ledger."""
 
+from dataclasses import replace
+
 from plexrl.v1 import registry_pb2
 from plexrl_controller.dispatch.ledger import JobFacts, Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
-from plexrl_controller.domain.ids import JobId, WorkerId
+from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
 from plexrl_controller.domain.records import Worker
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.lifecycle import models as model_lifecycle
-from plexrl_controller.scheduling.views import ClusterView, GroupView, JobView, ModelView, WorkerView
+from plexrl_controller.scheduling.views import (
+    ClusterView,
+    GroupView,
+    Hardware,
+    JobView,
+    MemberView,
+    ModelView,
+    PlacedGroupView,
+)
 
 SERVING_STATES = (WorkerState.READY, WorkerState.CORDONED, WorkerState.DRAINING)
 DEFAULT_ROUND_TRIP_S = 0.05
@@ -58,27 +68,32 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
 
 
 def cluster_view(ledger: Ledger) -> ClusterView:
-    """Every worker that is registered and not lost."""
+    """Every worker that is registered and not lost, each a group of one rank."""
     return ClusterView(
-        tuple(_worker_view(ledger, w) for w in ledger.workers.values() if w.state is not WorkerState.LOST)
+        tuple(_placed_group_view(ledger, w) for w in ledger.workers.values() if w.state is not WorkerState.LOST)
     )
 
 
-def _worker_view(ledger: Ledger, worker: Worker) -> WorkerView:
+def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
-    placed = [
-        model
-        for model_id in ledger.models_of_worker[worker.worker_id]
-        if (model := ledger.models[model_id]).state not in model_lifecycle.TERMINAL
-    ]
-    return WorkerView(
-        worker_id=worker.worker_id,
+    members: dict[JobId, MemberView] = {}
+    for model_id in ledger.models_of_worker[worker.worker_id]:
+        model = ledger.models[model_id]
+        if model.state not in model_lifecycle.TERMINAL:
+            before = members.get(model.job_id, MemberView(model.job_id, 0))
+            members[model.job_id] = replace(
+                before, state_bytes=before.state_bytes + model.state_bytes, model_ids=before.model_ids | {model_id}
+            )
+    return PlacedGroupView(
+        group_id=GroupId(worker.worker_id),
+        worker_ids=(worker.worker_id,),
+        hardware=Hardware(
+            device_state_bytes=capabilities.device_state_bytes,
+            host_state_bytes=capabilities.host_state_bytes,
+            labels=worker.labels,
+            architectures=frozenset(capabilities.architectures),
+            catalogue=frozenset(capabilities.catalogue),
+        ),
         ready=worker.state is WorkerState.READY and ledger.groups[worker.worker_id].connected,
-        labels=worker.labels,
-        architectures=frozenset(capabilities.architectures),
-        catalogue=frozenset(capabilities.catalogue),
-        device_state_bytes=capabilities.device_state_bytes,
-        host_state_bytes=capabilities.host_state_bytes,
-        model_ids=frozenset(model.model_id for model in placed),
-        placed_bytes=sum(model.state_bytes for model in placed),
+        members=tuple(members.values()),
     )

@@ -132,7 +132,7 @@ class Supervisor:
         folder = self._folder
         argv = [
             *(sys.executable, "-m", "plexrl_controller", "serve", "--listen", self._endpoint),
-            *("--endpoint-file", str(folder.endpoint_file), "--data-dir", str(folder.path)),
+            *("--endpoint-file", str(folder.endpoint_file), "--payload-url", folder.payloads.as_uri()),
             *("--policy", self._settings.policy),
             *("--worker-token-file", str(folder.worker_token_file), "--bootstrap-token-file", str(folder.token_file)),
             *self._settings.controller_flags,

@@ -18,16 +18,13 @@ from typing import IO, Any, ParamSpec, TypeVar
 from plexrl_controller.domain.errors import ControllerError, DataLoss, ResourceExhausted, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
-from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256
-from plexrl_controller.payloads.port import CHUNK_BYTES, chunks_of
+from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256, is_digest, owner_of
+from plexrl_controller.payloads.port import CHUNK_BYTES, MAX_PAYLOAD_BYTES, QUOTA_BYTES, chunks_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-QUOTA_BYTES = 64 << 30
-MAX_PAYLOAD_BYTES = 4 << 30
 _PARTIAL = "partial"
-_DIGEST_DIGITS = 64
 
 
 class DirectoryPayloadStore:
@@ -48,7 +45,7 @@ class DirectoryPayloadStore:
         return cls(root, ledger)
 
     async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
-        owner = _owner(tenant)
+        owner = owner_of(tenant)
         partial = self._root / _PARTIAL / token_hex(16)
         reserved_bytes = 0
         try:
@@ -86,10 +83,10 @@ class DirectoryPayloadStore:
         return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
 
     def retain(self, tenant: Tenant, payload: Payload) -> None:
-        self._ledger.retain((_owner(tenant), checked_sha256(payload.sha256)))
+        self._ledger.retain((owner_of(tenant), checked_sha256(payload.sha256)))
 
     async def release(self, tenant: Tenant, payload: Payload) -> None:
-        key = _owner(tenant), checked_sha256(payload.sha256)
+        key = owner_of(tenant), checked_sha256(payload.sha256)
         if self._ledger.release(key):
             await self._delete([key])
 
@@ -116,7 +113,7 @@ class DirectoryPayloadStore:
             yield held_back
 
     def stored_bytes(self, tenant: Tenant) -> int:
-        return self._ledger.used_bytes(_owner(tenant))
+        return self._ledger.used_bytes(owner_of(tenant))
 
     async def sweep(self) -> int:
         unreferenced = list(self._ledger.unreferenced())
@@ -140,16 +137,8 @@ class DirectoryPayloadStore:
             await _in_thread(leftover.unlink, missing_ok=True)
 
 
-def _owner(tenant: Tenant) -> str:
-    return sha256(tenant.encode()).hexdigest()
-
-
 def _owner_or_any(tenant: Tenant | None) -> str | None:
-    return None if tenant is None else _owner(tenant)
-
-
-def _is_digest(name: str) -> bool:
-    return len(name) == _DIGEST_DIGITS and all(digit in "0123456789abcdef" for digit in name)
+    return None if tenant is None else owner_of(tenant)
 
 
 def _prepare(root: Path) -> list[tuple[Key, int]]:
@@ -158,8 +147,8 @@ def _prepare(root: Path) -> list[tuple[Key, int]]:
     partials.mkdir(mode=0o700, exist_ok=True)
     for leftover in partials.iterdir():
         leftover.unlink()
-    owners = [path for path in root.iterdir() if _is_digest(path.name)]
-    files = [file for owner in owners for file in owner.glob("*/*") if _is_digest(file.name)]
+    owners = [path for path in root.iterdir() if is_digest(path.name)]
+    files = [file for owner in owners for file in owner.glob("*/*") if is_digest(file.name)]
     return [((file.parent.parent.name, file.name), file.stat().st_size) for file in files]
 
 

@@ -3,8 +3,10 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from hashlib import sha256 as hash_of
 
 from plexrl_controller.domain.errors import InvalidArgument, NotFound, ResourceExhausted
+from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -18,6 +20,16 @@ def checked_sha256(sha256: str) -> str:
     if _SHA256.fullmatch(sha256) is None:
         raise InvalidArgument("a payload's hash is 64 lower-case hexadecimal digits of SHA-256", reason="PAYLOAD_HASH")
     return sha256
+
+
+def is_digest(name: str) -> bool:
+    """Whether a file or object may be one of ours."""
+    return _SHA256.fullmatch(name) is not None
+
+
+def owner_of(tenant: Tenant) -> str:
+    """What stands for a tenant in names outside: a digest, never the tenant's own words."""
+    return hash_of(tenant.encode()).hexdigest()
 
 
 class Ledger:

@@ -17,6 +17,14 @@ class MemoryPayloadStore:
         self._ledger = Ledger(quota_bytes, max_payload_bytes)
         self._content: dict[Key, bytes] = {}
 
+    def restarted(self) -> "MemoryPayloadStore":
+        """The same content, of which nobody holds anything: what a new process finds."""
+        found = MemoryPayloadStore()
+        for key, content in self._content.items():
+            found._ledger.found(key, len(content))
+            found._content[key] = content
+        return found
+
     async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
         received = bytearray()
         try:

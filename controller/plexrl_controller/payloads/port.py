@@ -11,6 +11,9 @@ from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
 
 CHUNK_BYTES = 1 << 20
+QUOTA_BYTES = 64 << 30
+"""Stored bytes of one tenant."""
+MAX_PAYLOAD_BYTES = 4 << 30
 
 
 async def chunks_of(content: bytes | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
@@ -23,7 +26,7 @@ async def chunks_of(content: bytes | AsyncIterable[bytes]) -> AsyncIterator[byte
 
 
 class PayloadStore(Protocol):
-    """The port. Implementations: `directory`, and `memory` as its twin.
+    """The port. Implementations: `directory`, `objects` (S3-compatible), and `memory` as their twin.
 
     Every method raises Unavailable when the storage fails, and InvalidArgument for a payload whose hash is no SHA-256.
     A tenant reaches its own content only; where the tenant is None, anybody's is meant: for parts of the service

@@ -1,88 +1,51 @@
-"""Which job a worker group serves next, and with which calls. Pure and cheap: O(jobs on the group).
+"""Which job a worker group serves next, with which calls, and what moves meanwhile. Pure; O(jobs of the group).
 
-Order of the rules: calls in flight finish; the resident job goes on within its quantum; the group is kept for a job
-whose stall is likely shorter than a round-trip swap; then first come, first served.
+Order of the rules: calls in flight finish their chunk; jobs that starve are served in turn; the resident job goes on
+within its quantum; the group is kept for a job whose stall is likely shorter than a round-trip swap; then the order.
 """
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 
-from plexrl_controller.domain.ids import JobId, ModelId
+from plexrl_controller.scheduling.plan import Action, Hold, Plan, Serve, Wait, Yield
+from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
+from plexrl_controller.scheduling.residency import background, make_room
 from plexrl_controller.scheduling.views import GroupView, JobView, ModelView, ReadyCall
 
 
-class HoldRule(Enum):
-    """When a group is kept for a job that has nothing to run."""
-
-    SKI_RENTAL = "ski_rental"
-    """As long as a round-trip swap would take, unless the job said that it will be idle for longer. At worst this costs
-    twice the optimum (Karlin et al. 1988, "Competitive snoopy caching")."""
-    ITERATION = "iteration"
-    """Until the job has synced its weights: the phase-level sharing that PlexRL is compared with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The settings of `next_slice`."""
-
-    hold: HoldRule = HoldRule.SKI_RENTAL
-    quantum_s: float = 10.0
-    """A job that always has work keeps the group this long while others wait."""
-    hold_limit_s: float = 120.0
-    """No rule keeps the group idle for a job longer than this while others wait."""
-    window: int = 64
-    """Most calls given to a group ahead of their execution."""
-    contended_window: int = 4
-    """The same while another job waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Give the group these calls, after these residency changes."""
-
-    job_id: JobId
-    calls: tuple[ReadyCall, ...]
-    load: ModelId | None = None
-    evict: tuple[ModelId, ...] = ()
-    held_since: float | None = None
-    """The group was kept idle for this job since then, while others waited."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Keep the group for `job_id` until `until`, then decide again."""
-
-    job_id: JobId
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to give the group now; an event will say when."""
-
-    reason: str
-
-
-Decision = Serve | Hold | Wait
-
-
-def next_slice(view: GroupView, now: float, policy: Policy) -> Decision:
+def next_slice(view: GroupView, now: float, policy: Policy) -> Plan:
     """Decides what `view`'s group does next at time `now`."""
+    if view.lost_ranks:
+        return Plan(Wait(f"{view.lost_ranks} of the gang's {view.world_size} ranks are missing"))
     if not view.available:
-        return Wait("worker unavailable")
+        return Plan(Wait("worker unavailable"))
     serving = view.job(view.serving) if view.serving is not None else None
-    waiting = tuple(job for job in view.jobs if job.ready and job is not serving)
+    waiting = [job for job in view.jobs if job is not serving and _has_ready(job)]
+    starving = [job for job in waiting if now - waiting_since(job) >= policy.starvation_bound_s]
     if view.in_flight:
-        return _top_up(view, serving, waiting, now, policy)
-    if serving is not None and serving.ready and (not waiting or now - view.slice_start < policy.quantum_s):
-        return _serve(view, serving, bool(waiting), policy)
-    if not waiting:
-        return Wait("no ready call") if serving is None or not serving.ready else _serve(view, serving, False, policy)
-    if serving is not None and not serving.ready:
-        until = hold_until(serving, now, policy)
-        if until > now:
-            return Hold(serving.job_id, until)
-    return _serve(view, min(waiting, key=lambda job: (job.ready[0].ready_since, job.job_id)), True, policy)
+        action, again_at = _running(view, serving, waiting, starving, now, policy)
+    else:
+        action, again_at = _free(view, serving, waiting, starving, now, policy)
+    upcoming = _upcoming(view, action, serving, waiting, starving, now, policy)
+    return Plan(action, background(view, action, upcoming, policy), again_at)
+
+
+def waiting_since(job: JobView) -> float:
+    """Since when a job with ready calls has waited: nothing of it has run since then."""
+    return max(oldest(job).ready_since, job.last_finish)
+
+
+def oldest(job: JobView) -> ReadyCall:
+    """The ready call of a job that runs first."""
+    return min((m.ready[0] for m in job.models if m.ready), key=_call_key)
+
+
+def expected_return(job: JobView, policy: Policy) -> float | None:
+    """When a job without ready calls is expected back; None while nothing is known."""
+    if policy.use_hints and job.idle_until is not None and job.idle_until > job.last_finish:
+        return job.idle_until
+    if policy.use_learned_stalls and job.expected_stall_s is not None and job.last_finish > 0.0:
+        return job.last_finish + job.expected_stall_s
+    return None
 
 
 def hold_until(job: JobView, now: float, policy: Policy) -> float:
@@ -90,48 +53,197 @@ def hold_until(job: JobView, now: float, policy: Policy) -> float:
     if job.last_finish <= 0.0:
         return now
     match policy.hold:
+        case HoldRule.NEVER:
+            return now
         case HoldRule.ITERATION:
             return job.last_finish + policy.hold_limit_s if job.mid_iteration else now
+        case HoldRule.PHASE:
+            return job.last_finish + policy.hold_limit_s if job.mid_phase else now
         case HoldRule.SKI_RENTAL:
-            if job.idle_until is not None and job.idle_until - now > job.round_trip_s:
-                return now
-            return job.last_finish + min(job.round_trip_s, policy.hold_limit_s)
+            return job.last_finish + min(_rental_s(job, now, policy), policy.hold_limit_s)
 
 
-def _top_up(
-    view: GroupView, serving: JobView | None, waiting: tuple[JobView, ...], now: float, policy: Policy
-) -> Decision:
-    """While calls are in flight, adds calls of the same job that need no residency change."""
-    if serving is None or not serving.ready:
-        return Wait("calls in flight")
-    if waiting and now - view.slice_start >= policy.quantum_s:
-        return Wait("quantum used, calls in flight")
+def _rental_s(job: JobView, now: float, policy: Policy) -> float:
+    """How long the group is kept after a job's last call before giving it away is the better bet."""
+    swap_s = job.round_trip_s
+    if policy.use_hints and job.idle_until is not None and job.idle_until > job.last_finish:
+        # The job's own statement: either nothing is gained by waiting, or it is nearly back.
+        return 0.0 if job.idle_until - now > swap_s else swap_s / policy.trust
+    if policy.use_learned_stalls and job.expected_stall_s is not None:
+        return swap_s * policy.trust if job.expected_stall_s > swap_s else swap_s / policy.trust
+    return swap_s
+
+
+def _free(
+    view: GroupView,
+    serving: JobView | None,
+    waiting: Sequence[JobView],
+    starving: Sequence[JobView],
+    now: float,
+    policy: Policy,
+) -> tuple[Action, float | None]:
+    """No calls are in flight: whose turn is it?"""
+    continues = serving is not None and _has_ready(serving)
+    if serving is not None and continues:
+        if not waiting or (not starving and _keeps(view, serving, now, policy)):
+            return _serve(view, serving, waiting, starving, policy), None
+    elif not waiting:
+        return Wait("no ready call"), None
+    elif serving is not None and not starving and _keeps(view, serving, now, policy):
+        # Never past the moment from which somebody starves.
+        starves_at = min(waiting_since(job) for job in waiting) + policy.starvation_bound_s
+        until = min(hold_until(serving, now, policy), starves_at)
+        if until > now:
+            return Hold(serving.job_id, until), until
+    chosen = _choose(waiting, starving, serving if continues else None, now, policy)
+    rest = [job for job in waiting if job is not chosen]
+    return _serve(view, chosen, rest, [job for job in starving if job is not chosen], policy), None
+
+
+def _running(
+    view: GroupView,
+    serving: JobView | None,
+    waiting: Sequence[JobView],
+    starving: Sequence[JobView],
+    now: float,
+    policy: Policy,
+) -> tuple[Action, float | None]:
+    """Calls are in flight: yield at the end of their chunk, or add calls of the same job that need no swap."""
+    again_at = None
+    if serving is not None and waiting and view.can_yield and policy.chunking:
+        again_at = view.chunk_start + policy.chunk_s
+        if now >= again_at:
+            chosen = _choose(waiting, starving, serving, now, policy)
+            if chosen is not serving and (starving or _comes_first(chosen, serving)):
+                return Yield(serving.job_id, chosen.job_id), None
+            again_at = now + policy.chunk_s
+    if serving is None or not _has_ready(serving):
+        return Wait("calls in flight"), again_at
+    if starving or (waiting and not _keeps(view, serving, now, policy)):
+        return Wait("quantum used, calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
-    model = next(m for m in serving.models if m.model_id == serving.ready[0].model_id)
+    model = _model_of(serving)
     if room <= 0 or not model.on_device:
-        return Wait("calls in flight")
-    return Serve(serving.job_id, model.ready[:room])
+        return Wait("calls in flight"), again_at
+    return Serve(serving.job_id, _ahead(model.ready, room, policy.chunk_s, 0.0)), again_at
 
 
-def _serve(view: GroupView, job: JobView, contended: bool, policy: Policy) -> Decision:
-    """Serves the model of the job's oldest ready call."""
-    model = next(m for m in job.models if m.model_id == job.ready[0].model_id)
-    calls = model.ready[: policy.contended_window if contended else policy.window]
+def _comes_first(waiting: JobView, running: JobView) -> bool:
+    """Whether a waiting job is worth parking calls for at the end of their chunk.
+
+    Taking turns helps short calls behind long ones. Between calls of equal length it would only make both late.
+    """
+    if waiting.over_quota != running.over_quota:
+        return running.over_quota
+    work_s = _work_s(waiting)
+    return work_s is None or running.in_flight_left_s is None or work_s < running.in_flight_left_s
+
+
+def _work_s(job: JobView) -> float | None:
+    """Estimated work of a job's ready calls; None while nothing is known of one of them."""
+    total = 0.0
+    for model in job.models:
+        for call in model.ready:
+            if call.expected_s is None:
+                return None
+            total += call.expected_s
+    return total
+
+
+def _keeps(view: GroupView, serving: JobView, now: float, policy: Policy) -> bool:
+    """Whether the slice of the serving job goes on although others wait."""
+    match policy.hold:
+        case HoldRule.ITERATION if serving.mid_iteration:
+            return True
+        case HoldRule.PHASE if serving.mid_phase:
+            return True
+        case _:
+            return now - view.slice_start < max(policy.quantum_s, serving.round_trip_s / policy.max_swap_share)
+
+
+def _choose(
+    waiting: Sequence[JobView], starving: Sequence[JobView], serving: JobView | None, now: float, policy: Policy
+) -> JobView:
+    """The job that comes next. `serving` takes part as if it had just come: it has had its turn."""
+    if starving:
+        return min(starving, key=lambda job: (job.last_served, job.job_id))
+    ranked = [(*_rank(job, waiting_since(job), now, policy), job.job_id, job) for job in waiting]
+    if serving is not None:
+        ranked.append((*_rank(serving, now, now, policy), serving.job_id, serving))
+    return min(ranked)[-1]
+
+
+def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool, float, float]:
+    """Least first; job ids, which are unique, settle ties."""
+    match policy.order:
+        case Order.LAS:
+            return job.over_quota, job.attained_s, since
+        case Order.FIFO:
+            return job.over_quota, since, since
+        case Order.HRRS:
+            service_s = sum(c.expected_s or 0.0 for m in job.models for c in m.ready) or 1.0
+            models = [m for m in job.models if m.ready]
+            setup_s = _model_of(job).load_s if models and not _model_of(job).on_device else 0.0
+            return job.over_quota, -(now - since + service_s + setup_s) / (service_s + setup_s), since
+
+
+def _upcoming(
+    view: GroupView,
+    action: Action,
+    serving: JobView | None,
+    waiting: Sequence[JobView],
+    starving: Sequence[JobView],
+    now: float,
+    policy: Policy,
+) -> JobView | None:
+    """Who is likely served after the job that the action concerns: the head of the queue, else the soonest hint."""
+    if not view.background_moves or not policy.prefetch or isinstance(action, Yield):
+        return None
+    present = action.job_id if isinstance(action, Serve | Hold) else view.serving
+    others = [job for job in waiting if job.job_id != present]
+    if others:
+        return _choose(others, [job for job in starving if job.job_id != present], None, now, policy)
+    known = [
+        (back, job.job_id, job)
+        for job in view.jobs
+        if job.job_id != present and (back := expected_return(job, policy)) is not None
+    ]
+    return min(known)[-1] if known else None
+
+
+def _serve(
+    view: GroupView, job: JobView, others: Sequence[JobView], starving: Sequence[JobView], policy: Policy
+) -> Serve:
+    """Serves the model of the job's oldest ready call, with no more than a chunk of work while others wait."""
+    model = _model_of(job)
+    window = policy.contended_window if others else policy.window
+    calls = _ahead(model.ready, window, policy.chunk_s, policy.chunk_s if starving else 0.0)
+    evict, forget_kv = make_room(view, model)
     if model.on_device:
         return Serve(job.job_id, calls)
-    return Serve(job.job_id, calls, load=model.model_id, evict=_evictions(view, model))
+    return Serve(job.job_id, calls, load=model.model_id, evict=evict, forget_kv=forget_kv)
 
 
-def _evictions(view: GroupView, incoming: ModelView) -> tuple[ModelId, ...]:
-    """The least recently used models that must leave so that `incoming` fits the device."""
-    residents = sorted(
-        (m for job in view.jobs for m in job.models if m.on_device), key=lambda m: (m.last_used, m.model_id)
-    )
-    used = sum(m.state_bytes for m in residents)
-    leaving: list[ModelId] = []
-    for resident in residents:
-        if used + incoming.state_bytes <= view.device_state_bytes:
+def _ahead(ready: Sequence[ReadyCall], window: int, limit_s: float, unknown_s: float) -> tuple[ReadyCall, ...]:
+    """The first calls that make up at most `limit_s` of work, at least one."""
+    taken = 0
+    work_s = 0.0
+    for call in ready[:window]:
+        work_s += call.expected_s if call.expected_s is not None else unknown_s
+        if taken and work_s > limit_s:
             break
-        leaving.append(resident.model_id)
-        used -= resident.state_bytes
-    return tuple(leaving)
+        taken += 1
+    return tuple(ready[:taken])
+
+
+def _has_ready(job: JobView) -> bool:
+    return any(m.ready for m in job.models)
+
+
+def _model_of(job: JobView) -> ModelView:
+    """The model of a job's oldest ready call."""
+    return min((m for m in job.models if m.ready), key=lambda m: _call_key(m.ready[0]))
+
+
+def _call_key(call: ReadyCall) -> tuple[float, str]:
+    return call.ready_since, call.call_id

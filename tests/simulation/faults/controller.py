@@ -145,7 +145,7 @@ class ControllerLife:
 
 
 class SimulatedTransport:
-    """The dispatcher's Transport over worker processes: keeps connecting, and streams that break lose what is on them."""
+    """The dispatcher's Transport over worker processes: keeps connecting; broken streams lose what they held."""
 
     def __init__(self, life: ControllerLife) -> None:
         self._life = life

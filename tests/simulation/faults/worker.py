@@ -317,6 +317,9 @@ class WorkerProcess:
         if execution.outcome is not None:
             return
         execution.outcome = outcome
+        if (error := wire.error_info(outcome.error)) is not None:
+            call = execution.order.run_call.call
+            self.note(self.name, "fails", f"{call.call_id[-4:]}/{call.attempt}", error.reason)
         call_id = execution.order.run_call.call.call_id
         if self.running.get(call_id) is execution:
             del self.running[call_id]
@@ -455,8 +458,10 @@ class WorkerProcess:
         if self.rng.random() < self.failures:
             self._end(execution, _failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
             return
+        before = {model_id for model_id, held in self.models.items() if held.on_device}
         result = self._apply(run)
-        self._end(execution, worker_pb2.OrderFinished(result=result), [run.model_id])
+        moved = before ^ {model_id for model_id, held in self.models.items() if held.on_device}
+        self._end(execution, worker_pb2.OrderFinished(result=result), {run.model_id} | moved)
 
     def _refusal(self, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
         held, function = self.models.get(run.model_id), run.spec.WhichOneof("function")

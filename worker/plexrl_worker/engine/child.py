@@ -2,9 +2,10 @@
 
     python -m plexrl_worker.engine.child --fd 5 --parent-pid 4711 --engine vllm
 
-The main thread runs one function at a time; a reader thread takes frames, so that an abort is heard at once. The
-process ends when its parent dies (PR_SET_PDEATHSIG), when the socket closes, or by an error that is not a typed one
-of the engine inside start. It decides nothing: what to run, when, and what to do about failures is the daemon's.
+The main thread runs one function at a time; a second one runs those that move memory beside it (`BESIDE`); a reader
+thread takes frames, so that an abort is heard at once. The process ends when its parent dies (PR_SET_PDEATHSIG), when
+the socket closes, or by an error that is not a typed one of the engine inside start. It decides nothing: what to run,
+when, and what to do about failures is the daemon's.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -34,18 +36,18 @@ _MAX_QUEUED_REQUESTS = 256
 
 log = logging.getLogger("plexrl.engine")
 
-EngineFactory = Callable[[port.EngineSettings], port.Engine]
+EngineFactory = Callable[[port.EngineSettings, Path | None], port.Engine]
 
 
-def start_vllm(settings: port.EngineSettings) -> port.Engine:
+def start_vllm(settings: port.EngineSettings, directory: Path | None) -> port.Engine:
     """The real engine. Imported here because importing it takes seconds and needs its environment set before."""
     environment.prepare(settings.threads)
     from plexrl_worker.engine.vllm_torch import start
 
-    return start(settings)
+    return start(settings, directory)
 
 
-def start_fake(settings: port.EngineSettings) -> port.Engine:
+def start_fake(settings: port.EngineSettings, _: Path | None) -> port.Engine:
     """The test double, without torch and vLLM."""
     from plexrl_worker.engine.fake import FakeEngine
 
@@ -53,6 +55,12 @@ def start_fake(settings: port.EngineSettings) -> port.Engine:
 
 
 FACTORIES: dict[str, EngineFactory] = {"vllm": start_vllm, "fake": start_fake}
+
+
+# What another deployment can do while the main thread computes.
+BESIDE = frozenset({"declare", "attach_host", "detach_host", "preload"})
+
+_Requests = queue.Queue[tuple[e.EngineRequest, int | None]]
 
 
 class RequestControl:
@@ -80,20 +88,27 @@ class RequestControl:
 class Child:
     """Serves one engine on one socket."""
 
-    def __init__(self, sock: socket.socket, factory: EngineFactory) -> None:
+    def __init__(self, sock: socket.socket, factory: EngineFactory, directory: Path | None) -> None:
         self._sock = sock
+        self._directory = directory
         self._factory = factory
         self._engine: port.Engine | None = None
-        self._requests: queue.Queue[tuple[e.EngineRequest, int | None]] = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._requests: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._moves: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
         self._aborted: set[int] = set()
         self._newest_id = 0
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
 
     def run(self) -> None:
         """Serves until the socket closes; does not return."""
         threading.Thread(target=self._read, name="engine-frames", daemon=True).start()
+        threading.Thread(target=self._serve, args=(self._moves,), name="engine-moves", daemon=True).start()
+        self._serve(self._requests)
+
+    def _serve(self, requests: _Requests) -> None:
         while True:
-            request, descriptor = self._requests.get()
+            request, descriptor = requests.get()
             response = self._answer(request, descriptor)
             response.request_id = request.request_id
             with self._lock:
@@ -103,7 +118,8 @@ class Child:
     def send(self, response: e.EngineResponse) -> None:
         """Sends a frame; ends the process when the daemon is gone."""
         try:
-            frames.send(self._sock, response.SerializeToString())
+            with self._sending:
+                frames.send(self._sock, response.SerializeToString())
         except OSError:
             os._exit(0)
 
@@ -121,6 +137,8 @@ class Child:
                 if request.WhichOneof("function") == "abort_request_id":
                     with self._lock:
                         self._aborted.add(request.abort_request_id)
+                elif request.WhichOneof("function") in BESIDE:
+                    self._moves.put((request, descriptor))
                 else:
                     self._requests.put((request, descriptor))
         except (frames.Closed, OSError):
@@ -147,7 +165,7 @@ class Child:
         if function == "start":
             if self._engine is not None:
                 raise InvalidArgument("start: the engine is already started")
-            self._engine = self._factory(codec.settings(request.start))
+            self._engine = self._factory(codec.settings(request.start), self._directory)
             return e.EngineResponse(description=codec.description_response(self._engine.describe()))
         if self._engine is None:
             raise InvalidArgument(f"{function}: start the engine first")
@@ -171,8 +189,17 @@ def run_function(
         case "attach_host":
             engine.attach_host(deployment_id, _map(descriptor, request.attach_host.size_bytes))
             return done
+        case "detach_host":
+            engine.detach_host(deployment_id)
+            return done
+        case "preload":
+            report = engine.preload(deployment_id, codec.parked(request.preload.parked), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
         case "swap_out":
             report = engine.swap_out(deployment_id, codec.components(request.swap_out.components), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
+        case "write_back":
+            report = engine.write_back(deployment_id, codec.components(request.write_back.components), control)
             return e.EngineResponse(swap=codec.swap_response(report))
         case "swap_in":
             parked, components = request.swap_in.parked, request.swap_in.components
@@ -187,7 +214,10 @@ def run_function(
             engine.acquire_device()
             return done
         case "release_device":
-            return e.EngineResponse(released=e.ReleaseDeviceResponse(released_bytes=engine.release_device()))
+            released = engine.release_device()
+            return e.EngineResponse(
+                released=e.ReleaseDeviceResponse(released_bytes=released.released_bytes, held_bytes=released.held_bytes)
+            )
         case "generate":
             prompts = codec.token_batch(request.generate.prompts, name="prompts")
             params = codec.sampling(request.generate.sampling)
@@ -249,12 +279,13 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
     parser.add_argument("--parent-pid", type=int, required=True, help="the daemon; this process dies with it")
     parser.add_argument("--engine", choices=sorted(FACTORIES), required=True, help="which engine")
+    parser.add_argument("--directory", type=Path, help="private directory of this process (default: a temporary one)")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # The daemon ends children itself; a terminal's Ctrl-C must not reach them first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Child(socket.socket(fileno=arguments.fd), FACTORIES[arguments.engine]).run()
+    Child(socket.socket(fileno=arguments.fd), FACTORIES[arguments.engine], arguments.directory).run()
 
 
 if __name__ == "__main__":

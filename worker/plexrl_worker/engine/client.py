@@ -1,7 +1,8 @@
 """The daemon's end of an engine child: starts the process, sends it functions, hears progress, notices death and hangs.
 
 Every function returns an EngineCall: await it for its outcome, `abort()` it, read its progress. Functions run in the
-order in which they were called. Knows frames and wire messages; decides nothing.
+order in which they were called, but for declare, attach_host, detach_host and preload, which run beside the others, in
+order among themselves. Knows frames and wire messages; decides nothing.
 
     engine = await EngineProcess.start("vllm", settings)
     layout = await engine.declare("model-1", DeploymentSettings())
@@ -89,6 +90,9 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, hang_limit_s: float) -> None:
         self.description: port.EngineDescription
         self.started_s = time.monotonic()
+        # Device memory that it held when it was new, and what it kept beyond that after the last move, in bytes.
+        self.floor_bytes = 0
+        self.residue_bytes = 0
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
         self._sock = sock
@@ -111,15 +115,15 @@ class EngineProcess:
         kind: str,
         settings: port.EngineSettings,
         *,
+        directory: Path | None = None,
         start_limit_s: float = 300.0,
         hang_limit_s: float = 120.0,
         log_file: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        on_spawn: Callable[[int], None] | None = None,
     ) -> Self:
         """Starts a child ("vllm" or "fake") and its engine. Must run in the daemon's main thread: the child dies with
-        the thread that made it. `log_file` takes its output, else it goes where the daemon's goes.
-        `on_spawn` hears its process id at once, seconds before the engine is up.
+        the thread that made it. `log_file` takes its output, else it goes where the daemon's goes. `directory` is the
+        child's own, for the caller to remove; without one the child makes a temporary one.
 
         Raises Unsupported, InvalidArgument and other EngineErrors of the engine's start, EngineDied, EngineHung.
         """
@@ -129,6 +133,7 @@ class EngineProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "plexrl_worker.engine.child"),
                 *("--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()), "--engine", kind),
+                *(() if directory is None else ("--directory", str(directory))),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -142,8 +147,6 @@ class EngineProcess:
             theirs.close()
             if log is not None:
                 log.close()
-        if on_spawn is not None:
-            on_spawn(process.pid)
         ours.setblocking(False)
         engine = cls(process, ours, max(start_limit_s, hang_limit_s))
         try:
@@ -211,10 +214,20 @@ class EngineProcess:
         request = e.EngineRequest(deployment_id=deployment_id, attach_host=attach)
         return self._call(request, _nothing, descriptor=os.dup(memory_fd))
 
+    def detach_host(self, deployment_id: str) -> EngineCall[None]:
+        """See port.Engine.detach_host."""
+        return self._call(e.EngineRequest(deployment_id=deployment_id, detach_host=e.EngineNoArguments()), _nothing)
+
     def swap_out(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
         """See port.Engine.swap_out."""
         swap = e.SwapOutRequest(components=codec.component_values(components))
         request = e.EngineRequest(deployment_id=deployment_id, swap_out=swap)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
+    def write_back(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
+        """See port.Engine.write_back."""
+        write_back = e.WriteBackRequest(components=codec.component_values(components))
+        request = e.EngineRequest(deployment_id=deployment_id, write_back=write_back)
         return self._call(request, lambda r: codec.swap_report(r.swap))
 
     def swap_in(
@@ -223,6 +236,12 @@ class EngineProcess:
         """See port.Engine.swap_in."""
         swap = e.SwapInRequest(parked=codec.parked_message(parked), components=codec.component_values(components))
         request = e.EngineRequest(deployment_id=deployment_id, swap_in=swap)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
+    def preload(self, deployment_id: str, parked: port.ParkedState) -> EngineCall[port.SwapReport]:
+        """See port.Engine.preload."""
+        preload = e.PreloadRequest(parked=codec.parked_message(parked))
+        request = e.EngineRequest(deployment_id=deployment_id, preload=preload)
         return self._call(request, lambda r: codec.swap_report(r.swap))
 
     def state(self, deployment_id: str) -> EngineCall[port.DeploymentState]:
@@ -238,10 +257,10 @@ class EngineProcess:
         """See port.Engine.acquire_device."""
         return self._call(e.EngineRequest(acquire_device=e.EngineNoArguments()), _nothing)
 
-    def release_device(self) -> EngineCall[int]:
-        """See port.Engine.release_device: bytes released."""
+    def release_device(self) -> EngineCall[port.DeviceRelease]:
+        """See port.Engine.release_device."""
         request = e.EngineRequest(release_device=e.EngineNoArguments())
-        return self._call(request, lambda r: r.released.released_bytes)
+        return self._call(request, lambda r: port.DeviceRelease(r.released.released_bytes, r.released.held_bytes))
 
     def generate(self, deployment_id: str, spec: t.GenerateSpec, weights_version: int) -> EngineCall[t.GenerateResult]:
         """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate."""

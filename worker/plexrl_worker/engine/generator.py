@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from plexrl_worker.engine import weight_plan
@@ -48,11 +49,16 @@ class Generator:
     """vLLM on one device. `slot_pieces` is the memory of its weights, `slot_bytes` their size."""
 
     def __init__(
-        self, settings: EngineSettings, max_sequence_tokens: int, shapes: Mapping[str, torch.Size], device: Device
+        self,
+        settings: EngineSettings,
+        max_sequence_tokens: int,
+        shapes: Mapping[str, torch.Size],
+        device: Device,
+        directory: Path | None = None,
     ) -> None:
         self.dtype = _DTYPES[settings.precision]
         self._device = device
-        self._directory = tempfile.TemporaryDirectory(prefix="plexrl-engine-")
+        self._directory = tempfile.TemporaryDirectory(prefix="plexrl-engine-", dir=directory)
         self._max_model_tokens = _model_tokens(settings, max_sequence_tokens)
         self._engine = self._start(settings)
         model = self._model()
@@ -164,7 +170,9 @@ class Generator:
             raise InvalidArgument(
                 f"a sequence has {int(batch.lengths.max())} tokens, the generator scores up to {limit}"
             )
-        sampling = VllmSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        sampling = VllmSamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
         sampling.output_kind = RequestOutputKind.FINAL_ONLY
         sequences = _split(batch)
         scores: dict[str, list[float]] = {}
@@ -174,8 +182,8 @@ class Generator:
                 request_ids.append(str(index))
             for output in self._steps(control, lambda: (len(scores), len(sequences))):
                 if output.finished and output.prompt_logprobs is not None:
-                    entries = zip(output.prompt_logprobs, sequences[int(output.request_id)], strict=True)
-                    scores[output.request_id] = [entry[token].logprob if entry else 0.0 for entry, token in entries]
+                    flat = output.prompt_logprobs
+                    scores[output.request_id] = [0.0, *(flat.logprobs[start] for start in flat.start_indices[1:])]
         return np.array([score for index in range(len(sequences)) for score in scores[str(index)]], np.float32)
 
     def close(self) -> None:
@@ -183,6 +191,8 @@ class Generator:
         self._directory.cleanup()
 
     def _start(self, settings: EngineSettings) -> LLMEngine:
+        if self._device.kind == "cpu":
+            _check_head_size(settings.config_json)
         config_file = Path(self._directory.name) / "config.json"
         config_file.write_text(settings.config_json)
         on_cpu = self._device.kind == "cpu"
@@ -263,6 +273,18 @@ class Generator:
             control.progress(*progress())
 
 
+def _check_head_size(config_json: str) -> None:
+    """Refuses what vLLM's CPU attention would take at its start and fail on at the first prompt."""
+    config = json.loads(config_json)
+    stated = config.get("head_dim")
+    head_size = stated or int(config["hidden_size"]) // int(config["num_attention_heads"])
+    offered = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in offered:
+        raise Unsupported(
+            f"attention heads of size {head_size} are not offered on CPU: want one of {', '.join(map(str, offered))}"
+        )
+
+
 def _model_tokens(settings: EngineSettings, max_sequence_tokens: int) -> int:
     """vLLM's limit: one more than ours where the positions allow, since scoring needs one token of room."""
     positions = int(json.loads(settings.config_json).get("max_position_embeddings", max_sequence_tokens))
@@ -299,6 +321,9 @@ def _vllm_params(params: SamplingParams, seed: int) -> VllmSamplingParams:
         ignore_eos=True,
         seed=seed,
         logprobs=0 if params.logprobs else None,
+        # One flat list of numbers, and no copy of these settings: half of what a short call costs outside the model.
+        flat_logprobs=True,
+        skip_clone=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
     )
@@ -310,10 +335,9 @@ def _split(batch: TokenBatch) -> list[list[int]]:
 
 
 def _logprobs(completion: Any, count: int) -> list[float]:
-    if completion.logprobs is None:
-        return []
-    entries = zip(completion.logprobs[:count], completion.token_ids, strict=False)
-    return [entry[token].logprob for entry, token in entries]
+    """Log-probabilities of the first `count` sampled tokens; a position's first entry is the sampled token's."""
+    flat = completion.logprobs
+    return [] if flat is None else [flat.logprobs[start] for start in flat.start_indices[:count]]
 
 
 def _stop_string_end(token_ids: Any, stop: tuple[str, ...], tokenizer: Tokenizer | None) -> int | None:

@@ -1,0 +1,262 @@
+"""Payloads as objects of an S3-compatible store: `<prefix>/<hash of the tenant>/<hash of the content>`.
+
+An object appears under its name only when it is whole: a small one is written at once, a large one in parts under a
+name of its own and copied by the store. Names are hexadecimal digests and nothing else. One process owns the prefix.
+Writing and deleting of one content exclude each other, so that a deletion never meets a new object of that content.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from hashlib import sha256
+from secrets import token_hex
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, S3Store
+
+from plexrl_controller.domain.errors import DataLoss, Unavailable
+from plexrl_controller.domain.ids import Tenant
+from plexrl_controller.domain.records import Payload
+from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256, is_digest, owner_of
+from plexrl_controller.payloads.port import CHUNK_BYTES, MAX_PAYLOAD_BYTES, QUOTA_BYTES, chunks_of
+
+PART_BYTES = 8 << 20
+"""What is smaller goes up in one request; the parts of what is larger have this size (S3 asks for at least 5 MiB)."""
+REQUEST_TIMEOUT = timedelta(seconds=30)
+RETRY_TIMEOUT = timedelta(seconds=20)
+_PARTIAL = "partial"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def s3_store(url: str, endpoint: str | None) -> ObjectStore:
+    """The store of `s3://bucket/prefix`. Credentials and region come from the AWS_* variables or the instance.
+
+    endpoint: another S3-compatible service. Raises ValueError for a URL without bucket, or plain http beyond loopback.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
+        raise ValueError(f"{url}: want s3://bucket/prefix")
+    plain = endpoint is not None and urlsplit(endpoint).scheme == "http"
+    if plain and urlsplit(endpoint or "").hostname not in _LOOPBACK:
+        raise ValueError(f"{endpoint}: beyond loopback the object store needs https")
+    optional: dict[str, Any] = {} if endpoint is None else {"endpoint": endpoint}
+    return S3Store(
+        parts.netloc,
+        prefix=parts.path.strip("/") or None,
+        client_options={"allow_http": plain, "timeout": REQUEST_TIMEOUT},
+        retry_config={"retry_timeout": RETRY_TIMEOUT},
+        **optional,
+    )
+
+
+class ObjectPayloadStore:
+    """Implements `PayloadStore`. Made by `open`."""
+
+    def __init__(self, objects: ObjectStore, ledger: Ledger, part_bytes: int) -> None:
+        self._objects = objects
+        self._part_bytes = part_bytes
+        self._ledger = ledger
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._lock_users: Counter[Key] = Counter()
+
+    @classmethod
+    async def open(
+        cls,
+        objects: ObjectStore,
+        *,
+        quota_bytes: int = QUOTA_BYTES,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        part_bytes: int = PART_BYTES,
+    ) -> "ObjectPayloadStore":
+        """Reads what is there; what an earlier life left half-written is removed. Raises Unavailable."""
+        ledger = Ledger(quota_bytes, max_payload_bytes)
+        leftovers: list[str] = []
+        try:
+            async for page in obstore.list(objects):
+                for entry in page:
+                    owner, _, digest = entry["path"].rpartition("/")
+                    if owner == _PARTIAL:
+                        leftovers.append(entry["path"])
+                    elif is_digest(owner) and is_digest(digest):
+                        ledger.found((owner, digest), entry["size"])
+            if leftovers:
+                await obstore.delete_async(objects, leftovers)
+        except BaseError as error:
+            raise _unavailable(error) from error
+        return cls(objects, ledger, part_bytes)
+
+    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+        owner = owner_of(tenant)
+        upload = _Upload(self._ledger, owner)
+        try:
+            pieces = upload.measured(chunks_of(content))
+            head = await _head(pieces, self._part_bytes)
+            if len(head) <= self._part_bytes:
+                payload = upload.payload()
+                await self._write(owner, payload, head)
+            else:
+                payload = await self._write_parts(upload, _joined(head, pieces))
+        except BaseException:
+            self._ledger.cancel(owner, upload.size_bytes)
+            raise
+        return payload
+
+    async def _write(self, owner: str, payload: Payload, content: bytes) -> None:
+        key = owner, payload.sha256
+        async with self._exclusive(key):
+            try:
+                await obstore.put_async(self._objects, _path(key), content, use_multipart=False)
+            except BaseError as error:
+                raise _unavailable(error) from error
+            self._ledger.settle(key, payload.size_bytes)
+
+    async def _write_parts(self, upload: "_Upload", pieces: AsyncIterator[bytes]) -> Payload:
+        partial = f"{_PARTIAL}/{token_hex(16)}"
+        try:
+            await obstore.put_async(self._objects, partial, pieces, use_multipart=True, chunk_size=self._part_bytes)
+            payload = upload.payload()
+            key = upload.owner, payload.sha256
+            async with self._exclusive(key):
+                await obstore.copy_async(self._objects, partial, _path(key))
+                self._ledger.settle(key, payload.size_bytes)
+        except BaseError as error:
+            # An error of the source comes back wrapped in one of the object store's.
+            raise upload.error or _unavailable(error) from error
+        finally:
+            with suppress(BaseError, FileNotFoundError):
+                await obstore.delete_async(self._objects, partial)
+        return payload
+
+    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
+        return self._ledger.find(_owner_or_any(tenant), checked_sha256(payload_id))
+
+    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
+        return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
+
+    def retain(self, tenant: Tenant, payload: Payload) -> None:
+        self._ledger.retain((owner_of(tenant), checked_sha256(payload.sha256)))
+
+    async def release(self, tenant: Tenant, payload: Payload) -> None:
+        key = owner_of(tenant), checked_sha256(payload.sha256)
+        if self._ledger.release(key):
+            await self._delete(key)
+
+    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
+
+    async def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
+        key = self._ledger.key(_owner_or_any(tenant), checked_sha256(payload.sha256))
+        digest, size_bytes, held_back = sha256(), 0, b""
+        try:
+            found = await obstore.get_async(self._objects, _path(key))
+            async for piece in found.stream(min_chunk_size=CHUNK_BYTES):
+                view = memoryview(piece)
+                for start in range(0, len(view), CHUNK_BYTES):
+                    chunk = bytes(view[start : start + CHUNK_BYTES])
+                    digest.update(chunk)
+                    size_bytes += len(chunk)
+                    if held_back:
+                        yield held_back
+                    held_back = chunk
+        except FileNotFoundError as error:
+            raise DataLoss(f"a stored payload is missing: {payload.sha256}", reason="PAYLOAD_MISSING") from error
+        except BaseError as error:
+            raise _unavailable(error) from error
+        if payload.size_bytes not in (size_bytes, -1) or digest.hexdigest() != payload.sha256:
+            raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
+        if held_back:
+            yield held_back
+
+    def stored_bytes(self, tenant: Tenant) -> int:
+        return self._ledger.used_bytes(owner_of(tenant))
+
+    async def sweep(self) -> int:
+        unreferenced = list(self._ledger.unreferenced())
+        freed_bytes = sum(self._ledger.size(key) for key in unreferenced)
+        for key in unreferenced:
+            self._ledger.forget(key)
+        for key in unreferenced:
+            await self._delete(key)
+        return freed_bytes
+
+    async def _delete(self, key: Key) -> None:
+        async with self._exclusive(key):
+            if self._ledger.holds(*key):
+                return
+            try:
+                await obstore.delete_async(self._objects, _path(key))
+            except FileNotFoundError:
+                pass
+            except BaseError as error:
+                raise _unavailable(error) from error
+
+    @asynccontextmanager
+    async def _exclusive(self, key: Key) -> AsyncIterator[None]:
+        self._lock_users[key] += 1
+        try:
+            async with self._locks.setdefault(key, asyncio.Lock()):
+                yield
+        finally:
+            self._lock_users[key] -= 1
+            if not self._lock_users[key]:
+                del self._lock_users[key], self._locks[key]
+
+
+class _Upload:
+    """Counts, hashes and reserves the bytes of one upload as they pass; keeps the error that ended it."""
+
+    def __init__(self, ledger: Ledger, owner: str) -> None:
+        self.owner = owner
+        self.size_bytes = 0
+        self.error: BaseException | None = None
+        self._ledger = ledger
+        self._digest = sha256()
+
+    async def measured(self, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in content:
+                self._ledger.reserve(self.owner, len(chunk), self.size_bytes + len(chunk))
+                self.size_bytes += len(chunk)
+                self._digest.update(chunk)
+                yield chunk
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def payload(self) -> Payload:
+        return Payload(self._digest.hexdigest(), self.size_bytes)
+
+
+async def _head(pieces: AsyncIterator[bytes], part_bytes: int) -> bytes:
+    """All of it, or the first bytes past `part_bytes`."""
+    head = bytearray()
+    async for piece in pieces:
+        head += piece
+        if len(head) > part_bytes:
+            break
+    return bytes(head)
+
+
+async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield head
+    async for piece in rest:
+        yield piece
+
+
+def _path(key: Key) -> str:
+    return f"{key[0]}/{key[1]}"
+
+
+def _owner_or_any(tenant: Tenant | None) -> str | None:
+    return None if tenant is None else owner_of(tenant)
+
+
+def _unavailable(error: BaseError) -> Unavailable:
+    # The library's text goes on with its internals after the first line.
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return Unavailable(f"the object store does not answer: {said}", retry_after_s=1.0)
