@@ -93,6 +93,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
+            max_lora_rank=capabilities.max_lora_rank,
         ),
         ready=worker.state is WorkerState.READY and ledger.groups[worker.worker_id].connected,
         members=tuple(members.values()),

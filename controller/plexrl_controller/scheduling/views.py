@@ -170,6 +170,7 @@ class Hardware:
     labels: Mapping[str, str] = field(default_factory=dict)
     architectures: frozenset[str] = frozenset()
     catalogue: frozenset[str] = frozenset()
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
