@@ -64,6 +64,7 @@ class Core:
         self.orders = OrderBook(term)
         self.new_id = new_id
         self.invariant_violations = 0
+        self.replay_divergences = 0
         self.undurable: dict[CallId, int] = {}
         """Calls with transitions that are on their way to the store: not to be shown before they are there."""
         self._wakes: dict[WorkerId, asyncio.Event] = {}

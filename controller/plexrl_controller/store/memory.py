@@ -16,6 +16,7 @@ from plexrl_controller.domain.records import (
     Model,
     Record,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -27,6 +28,8 @@ from plexrl_controller.store.port import Account, Changes, Listing, LiveState, P
 
 R = TypeVar("R", Job, Call)
 _INTERVAL_BATCH = 1000
+
+_RECORDS = (Job, Model, Call, Worker, Checkpoint, Snapshot, Token)
 
 UniqueKey = tuple[str, ...]
 """What is unique, and its parts."""
@@ -50,7 +53,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._term = 0
         self._last_commit = ""
-        self._tables: dict[type[Any], dict[str, Any]] = {t: {} for t in (Job, Model, Call, Worker, Checkpoint, Token)}
+        self._tables: dict[type[Any], dict[str, Any]] = {t: {} for t in _RECORDS}
         self._taken: set[UniqueKey] = set()
         self._requests: dict[tuple[str, RequestId], Request] = {}
         self._events: list[Event] = []
@@ -74,8 +77,19 @@ class MemoryStore:
                 for call in _oldest_first(self._calls.values())
                 if call.job_id in live_jobs and call.acknowledged and not _call_live(call)
             ),
+            logged_calls=_oldest_first(
+                call
+                for call in self._calls.values()
+                if call.job_id in live_jobs and call.acknowledged and not _call_live(call) and call.spec is not None
+            ),
             workers=tuple(sorted(self._tables[Worker].values(), key=record_id)),
             checkpoints=_oldest_first(c for c in self._checkpoints.values() if c.model_id in live_models),
+            snapshots=tuple(
+                sorted(
+                    (s for s in self._tables[Snapshot].values() if s.model_id in live_models),
+                    key=lambda s: (s.model_id, s.slot),
+                )
+            ),
             tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
             requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
             accounts=self._accounts(live_jobs),
@@ -260,6 +274,8 @@ def _unique_keys(record: Record) -> Iterable[UniqueKey]:
             yield "request id", record.job_id, record.request_id
             if record.kind.sequenced:
                 yield "sequence number", record.model_id, str(record.sequence)
+        case Snapshot():
+            yield "snapshot slot", record.model_id, str(record.slot)
         case Token():
             yield "token hash", record.token_sha256
 
@@ -271,5 +287,5 @@ def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
         case Call():
             yield Job, record.job_id
             yield Model, record.model_id
-        case Checkpoint():
+        case Checkpoint() | Snapshot():
             yield Model, record.model_id

@@ -66,7 +66,9 @@ class PostgresStore:
                 calls=tuple(sorted(held_calls, key=lambda call: (call.create_time, call.call_id))),
                 tombstones=tuple(Tombstone(*row) for row in await snapshot.execute(reads.TOMBSTONES)),
                 workers=await _all(snapshot, rows.WORKER, reads.WORKERS),
+                logged_calls=await _all(snapshot, rows.CALL, reads.LOGGED_CALLS),
                 checkpoints=await _all(snapshot, rows.CHECKPOINT, reads.CHECKPOINTS_OF_LIVE_MODELS),
+                snapshots=await _all(snapshot, rows.SNAPSHOT, reads.SNAPSHOTS_OF_LIVE_MODELS),
                 tokens=await _all(snapshot, rows.TOKEN, reads.TOKENS),
                 requests=await _all(snapshot, rows.REQUEST, reads.REQUESTS),
                 accounts=tuple(
