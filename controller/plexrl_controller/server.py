@@ -85,7 +85,7 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
         term=term,
         policy=settings.policy,
     )
-    dispatcher = Dispatcher(core)
+    dispatcher = Dispatcher(core, settings.history_s)
     transport.handler = dispatcher
     await _ensure_tokens(store, writer, settings, worker_token)
     await dispatcher.start()

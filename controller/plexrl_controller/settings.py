@@ -1,11 +1,13 @@
 """The controller's settings: flags, each also a PLEXRL_CONTROLLER_* variable, read once, here."""
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from plexrl_controller.dispatch.retention import MIN_HISTORY_S
 from plexrl_controller.payloads.by_url import check_payload_url
 from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
 
@@ -22,6 +24,7 @@ class ServeSettings:
     payload_url: str
     s3_endpoint: str | None
     tenant_payload_bytes: int
+    history_s: float
     policy: Policy
     worker_token_file: Path
     bootstrap_token_file: Path | None
@@ -46,6 +49,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("database-url", "SQLAlchemy URL, postgresql+asyncpg://...", required=True)
     flag("payload-url", "where payloads over 64 KiB lie: file:///directory or s3://bucket/prefix", required=True)
     flag("tenant-payload-gib", "GiB of stored payloads that a tenant may have", "64")
+    flag("history-days", "days for which ended jobs, events and device intervals can be looked at", "30")
     flag("s3-endpoint", "URL of an S3-compatible service that is not AWS; keys come from the AWS_* variables")
     flag("policy", f"scheduling policy: {', '.join(POLICIES)}", "fifo")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
@@ -71,7 +75,8 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         database_url=args.database_url,
         payload_url=args.payload_url,
         s3_endpoint=args.s3_endpoint,
-        tenant_payload_bytes=_gib(args.tenant_payload_gib),
+        tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
+        history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
         policy=POLICIES[args.policy],
         worker_token_file=Path(args.worker_token_file),
         bootstrap_token_file=_path(args.bootstrap_token_file),
@@ -97,14 +102,14 @@ def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str,
     parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
 
 
-def _gib(value: str) -> int:
+def _number(value: str, flag: str, least: float) -> float:
     try:
-        bytes_ = int(float(value) * 2**30)
-    except (ValueError, OverflowError):
-        bytes_ = 0
-    if bytes_ < 1:
-        raise ValueError(f"--tenant-payload-gib {value}: want a number above 0")
-    return bytes_
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(f"{flag} {value}: want a number of at least {least:.6g}")
+    return number
 
 
 def _path(value: str | None) -> Path | None:

@@ -311,7 +311,7 @@ class TestListings:
         seen: list[CallId] = []
         after = None
         while True:
-            listing = await store.list_calls(None, None, False, Page(4, after))
+            listing = await store.list_calls(None, None, Page(4, after))
             seen += [call.call_id for call in listing.items]
             if (after := listing.next) is None:
                 break
@@ -320,12 +320,12 @@ class TestListings:
 
     async def test_a_page_that_is_just_full_is_the_last(self, store: Store) -> None:
         await seeded(store, make_call(1), make_call(2))
-        listing = await store.list_calls(None, None, False, Page(2))
+        listing = await store.list_calls(None, None, Page(2))
         assert (len(listing.items), listing.next) == (2, None)
 
     async def test_calls_are_listed_without_bulk(self, store: Store) -> None:
         await seeded(store, make_call())
-        listing = await store.list_calls(None, None, False, Page())
+        listing = await store.list_calls(None, None, Page())
         assert listing.items == (make_call(spec=None, result=None),)
 
     async def test_calls_are_filtered(self, store: Store) -> None:
@@ -339,17 +339,14 @@ class TestListings:
             make_call(4, job=2, model=2, tenant=OTHER, state=CallState.EXPIRED),
         )
 
-        async def ids(tenant: Tenant | None, job_id: str | None, live_only: bool) -> list[str]:
-            listing = await store.list_calls(tenant, JobId(job_id) if job_id else None, live_only, Page())
+        async def ids(tenant: Tenant | None, job_id: str | None) -> list[str]:
+            listing = await store.list_calls(tenant, JobId(job_id) if job_id else None, Page())
             return [call.call_id for call in listing.items]
 
-        assert await ids(None, None, False) == ["call-4", "call-3", "call-2", "call-1"]
-        assert await ids(None, None, True) == ["call-3", "call-2"]
-        assert await ids(OTHER, None, False) == ["call-4", "call-3"]
-        assert await ids(OTHER, None, True) == ["call-3"]
-        assert await ids(None, "job-1", False) == ["call-2", "call-1"]
-        assert await ids(TENANT, "job-2", False) == []
-        assert await ids(TENANT, "job-1", True) == ["call-2"]
+        assert await ids(None, None) == ["call-4", "call-3", "call-2", "call-1"]
+        assert await ids(OTHER, None) == ["call-4", "call-3"]
+        assert await ids(None, "job-1") == ["call-2", "call-1"]
+        assert await ids(TENANT, "job-2") == []
 
     async def test_jobs_are_filtered(self, store: Store) -> None:
         await seeded(store, make_job(2, tenant=OTHER), make_job(3, state=JobState.EXPIRED))
@@ -383,7 +380,7 @@ class TestListings:
         with pytest.raises(InvalidArgument):
             await store.list_jobs(None, False, page)
         with pytest.raises(InvalidArgument):
-            await store.list_calls(None, None, False, page)
+            await store.list_calls(None, None, page)
 
     async def test_checkpoints_of_a_model_newest_first(self, store: Store) -> None:
         await seeded(store, make_model(2), *(make_checkpoint(number) for number in (1, 2, 3)), make_checkpoint(4, 2))

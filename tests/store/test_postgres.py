@@ -220,6 +220,6 @@ async def test_a_transition_does_not_write_the_spec_again(postgres_store: Postgr
 
 
 def test_every_column_belongs_to_a_field() -> None:
-    derived = {"live", "interval_id", "event_id"}
+    derived = {"live", "cancelling", "interval_id", "event_id"}
     for codec in (*rows.RECORDS, rows.INTERVAL, rows.EVENT, rows.REQUEST):
         assert {column.name for column in codec.columns} == set(codec.table.c.keys()) - derived

@@ -71,19 +71,16 @@ BIG = {"calls", "intervals", "events"}
 @pytest.mark.parametrize(
     "query",
     [
-        reads.LIVE_CALLS,
-        reads.UNACKNOWLEDGED_CALLS,
+        reads.HELD_CALLS,
+        reads.CANCELLING_CALLS,
         reads.TOMBSTONES,
         reads.LOGGED_CALLS,
         reads.ACCOUNTS,
         reads.by_id(rows.CALL, "call-7"),
-        reads.list_calls(None, None, False, Page(20)),
-        reads.list_calls(None, None, False, NEXT),
-        reads.list_calls(None, None, True, Page(20)),
-        reads.list_calls(TENANT, None, False, NEXT),
-        reads.list_calls(TENANT, None, True, Page(20)),
-        reads.list_calls(TENANT, JobId("job-1"), False, NEXT),
-        reads.list_calls(None, JobId("job-7"), True, NEXT),
+        reads.list_calls(None, None, Page(20)),
+        reads.list_calls(None, None, NEXT),
+        reads.list_calls(TENANT, None, NEXT),
+        reads.list_calls(TENANT, JobId("job-1"), NEXT),
         reads.list_intervals(None, None, (19_000, 0)),
         reads.list_intervals(None, JobId("job-7"), (0, 0)),
         reads.list_events("call-7"),
@@ -98,7 +95,7 @@ async def test_no_read_scans_a_large_table(seeded: "asyncpg.Connection[Any]", qu
 
 @pytest.mark.parametrize("tenant", [None, TENANT])
 async def test_pages_are_read_in_order_not_sorted(seeded: "asyncpg.Connection[Any]", tenant: Any) -> None:
-    plan = await plan_of(seeded, literal_sql(reads.list_calls(tenant, None, False, NEXT)))
+    plan = await plan_of(seeded, literal_sql(reads.list_calls(tenant, None, NEXT)))
     assert not [node for node, _ in plan if "Sort" in node]
 
 

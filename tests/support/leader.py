@@ -18,6 +18,7 @@ from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.memory import MemoryStore
+from plexrl_controller.store.port import Store
 from plexrl_controller.store.writer import GroupWriter
 from tests.support.worker_double import TransportDouble, WorkerDouble, join
 
@@ -105,7 +106,7 @@ class Leader:
 
 @asynccontextmanager
 async def running_leader(
-    store: MemoryStore | None = None,
+    store: Store | None = None,
     worker: WorkerDouble | None = None,
     clock: ManualClock | None = None,
     policy: Policy | None = None,

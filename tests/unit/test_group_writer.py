@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
+from plexrl_controller.domain.records import Payload
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Changes
 from plexrl_controller.store.writer import MAX_BACKOFF_S, GroupWriter
-from tests.store.records import make_event, make_worker
+from tests.store.records import make_call, make_event, make_job, make_model, make_worker
 
 
 class GatedStore(MemoryStore):
@@ -120,6 +121,20 @@ async def test_a_batch_is_bounded(store: GatedStore, sleeps: Sleeps) -> None:
     store.gate.set()
     await writer.close()
     assert [len(changes.inserts) for changes in store.committed] == [1, 2, 2, 2, 1]
+
+
+async def test_a_batch_is_bounded_in_bytes_too(store: GatedStore, sleeps: Sleeps) -> None:
+    writer = await start(store, sleeps)
+    await writer.commit(Changes(inserts=(make_job(), make_model())))
+    store.gate.clear()
+    posted = [
+        writer.post(Changes(inserts=(make_call(number, spec=Payload("ab" * 32, 1 << 20, bytes(1 << 20))),)))
+        for number in range(1, 21)
+    ]
+    store.gate.set()
+    await asyncio.gather(*posted)
+    assert [len(changes.inserts) for changes in store.committed] == [2, 8, 8, 4]
+    await writer.close()
 
 
 async def test_more_rows_than_a_batch_still_go_in_one_commit(store: GatedStore, sleeps: Sleeps) -> None:

@@ -20,7 +20,8 @@ from plexrl_controller.domain.records import Call, Job
 from plexrl_controller.domain.states import CallKind
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle import jobs as job_lifecycle
-from plexrl_controller.store.port import Page
+from plexrl_controller.store.paging import newest_first
+from plexrl_controller.store.port import Listing, Page
 
 MAX_PENDING_SUBMITS = 1024
 """Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
@@ -97,10 +98,26 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         """Lists calls, newest first."""
         page = Page(size=page_size(request.page_size), after=request.page_token or None)
         job_id = JobId(request.job_id) if request.job_id else None
-        listing = await self._core.store.list_calls(identity().scope, job_id, request.live_only, page)
+        listing = await self._listing(job_id, request.live_only, page)
         newest = [self._core.ledger.calls.get(call.call_id, call) for call in listing.items]
         return call_pb2.ListCallsResponse(
             calls=[messages.call_message(self._core, call) for call in newest], next_page_token=listing.next or ""
+        )
+
+    async def _listing(self, job_id: JobId | None, live_only: bool, page: Page) -> Listing[Call]:
+        tenant = identity().scope
+        if not live_only:
+            return await self._core.store.list_calls(tenant, job_id, page)
+        # What memory shows must be durable before it is told.
+        await self._core.commit(self._core.batch())
+        return newest_first(
+            self._core.ledger.calls.values(),
+            page,
+            lambda call: (
+                call.state not in call_lifecycle.TERMINAL
+                and tenant in (None, call.tenant)
+                and job_id in (None, call.job_id)
+            ),
         )
 
     async def ExplainCall(self, request: call_pb2.ExplainCallRequest, context: Any) -> call_pb2.ExplainCallResponse:

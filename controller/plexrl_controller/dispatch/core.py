@@ -5,7 +5,6 @@ has it; scheduling may look at memory at once, because what it decides is writte
 """
 
 import asyncio
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from plexrl.v1 import types_pb2
 from plexrl_controller.dispatch.cascade import settle
 from plexrl_controller.dispatch.clock import Clock
 from plexrl_controller.dispatch.hub import Hub
+from plexrl_controller.dispatch.identifiers import time_ordered_id
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
 from plexrl_controller.dispatch.transport import Transport
@@ -49,7 +49,7 @@ class Core:
         clock: Clock,
         term: int,
         policy: Policy,
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+        new_id: Callable[[], str] = time_ordered_id,
     ) -> None:
         self.ledger = Ledger()
         self.hub = Hub()

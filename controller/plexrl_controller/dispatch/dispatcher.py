@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from plexrl.v1 import worker_pb2
-from plexrl_controller.dispatch import reaper, workers
+from plexrl_controller.dispatch import reaper, retention, workers
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.cycle import GroupCycle
 from plexrl_controller.dispatch.reports import ReportRecorder
@@ -19,11 +19,13 @@ REAP_INTERVAL_S = 0.5
 class Dispatcher:
     """Starts and stops the tasks of the leader. Implements ReportHandler."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, history_s: float = retention.HISTORY_S) -> None:
         self.core = core
+        self._history_s = history_s
         self._recorder = ReportRecorder(core)
         self._cycles: dict[WorkerId, asyncio.Task[None]] = {}
         self._reaper: asyncio.Task[None] | None = None
+        self._pruner: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Resolves when a task ended that must not: the process stops then, and a fresh one reloads."""
 
@@ -37,6 +39,7 @@ class Dispatcher:
                 core.transport.open(worker)
                 self._ensure_cycle(worker.worker_id)
         self._reaper = self._spawn(self._reap_for_ever(), "reaper")
+        self._pruner = self._spawn(self._prune_for_ever(), "pruner")
         log.info(
             "leader_started", term=core.term, jobs=len(core.ledger.jobs), models=len(core.ledger.models),
             calls=len(core.ledger.calls), workers=len(core.ledger.workers),
@@ -44,7 +47,7 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops scheduling; what is durable stays for the next leader."""
-        tasks = [*self._cycles.values(), *([self._reaper] if self._reaper else [])]
+        tasks = [*self._cycles.values(), *(task for task in (self._reaper, self._pruner) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -73,6 +76,11 @@ class Dispatcher:
         while True:
             await reaper.reap(self.core)
             await asyncio.sleep(REAP_INTERVAL_S)
+
+    async def _prune_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(retention.PRUNE_INTERVAL_S)
+            await retention.prune(self.core, self._history_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -1,7 +1,7 @@
 """The store's twin in memory, for tests and simulation: the same guards and answers, nothing on disk."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,13 +20,12 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.domain.states import CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models
 from plexrl_controller.store.batch import RowWrites, Update, changed_fixed_fields, coalesce, record_id
-from plexrl_controller.store.paging import Position, decode_page, encode_cursor
+from plexrl_controller.store.paging import Position, newest_first
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
 
-R = TypeVar("R", Job, Call)
 _INTERVAL_BATCH = 1000
 
 _RECORDS = (Job, Model, Call, Worker, Checkpoint, Snapshot, Token)
@@ -58,6 +57,7 @@ class MemoryStore:
         self._requests: dict[tuple[str, RequestId], Request] = {}
         self._events: list[Event] = []
         self._intervals: list[Interval] = []
+        self._folded: dict[JobId, Account] = {}
 
     async def acquire_term(self, holder: str) -> int:
         self._term += 1
@@ -67,11 +67,16 @@ class MemoryStore:
     async def load(self) -> LiveState:
         live_jobs = {job.job_id for job in self._jobs.values() if _job_live(job)}
         live_models = {model.model_id for model in self._models.values() if _model_live(model)}
-        held = [call for call in self._calls.values() if _call_live(call) or not call.acknowledged]
+        held = [
+            call
+            for call in self._calls.values()
+            if call.state is CallState.CANCELLING
+            or (call.job_id in live_jobs and (_call_live(call) or not call.acknowledged))
+        ]
         return LiveState(
             jobs=_oldest_first(job for job in self._jobs.values() if job.job_id in live_jobs),
             models=_oldest_first(model for model in self._models.values() if model.model_id in live_models),
-            calls=_oldest_first(call for call in held if _call_live(call) or call.job_id in live_jobs),
+            calls=_oldest_first(held),
             tombstones=tuple(
                 Tombstone(call.job_id, call.request_id, call.request_hash, call.call_id)
                 for call in _oldest_first(self._calls.values())
@@ -92,7 +97,7 @@ class MemoryStore:
             ),
             tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
             requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
-            accounts=self._accounts(live_jobs),
+            accounts=tuple(account for job_id, account in sorted(self._accounts().items()) if job_id in live_jobs),
         )
 
     async def commit(self, term: int, changes: Changes) -> None:
@@ -130,21 +135,15 @@ class MemoryStore:
         return self._checkpoints.get(checkpoint_id)
 
     async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
-        return _page(
+        return newest_first(
             self._jobs.values(),
             page,
             lambda job: tenant in (None, job.tenant) and (_job_live(job) or not live_only),
         )
 
-    async def list_calls(
-        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
-    ) -> Listing[Call]:
-        listing = _page(
-            self._calls.values(),
-            page,
-            lambda call: (
-                tenant in (None, call.tenant) and job_id in (None, call.job_id) and (_call_live(call) or not live_only)
-            ),
+    async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
+        listing = newest_first(
+            self._calls.values(), page, lambda call: tenant in (None, call.tenant) and job_id in (None, call.job_id)
         )
         return Listing(tuple(replace(call, spec=None, result=None) for call in listing.items), listing.next)
 
@@ -168,6 +167,32 @@ class MemoryStore:
     async def events(self, record_id: str) -> Sequence[Event]:
         return tuple(event for event in self._events if event.record_id == record_id)
 
+    async def prune(self, before: float) -> int:
+        held = self._rows()
+        ended = {job.job_id for job in self._jobs.values() if not _job_live(job) and (job.end_time or before) < before}
+        recent = [interval for interval in self._intervals if interval.end_unix_ns >= before * 1e9]
+        old, self._intervals = [i for i in self._intervals if i.end_unix_ns < before * 1e9], recent
+        for job_id, account in _accounts(old).items():
+            self._folded[job_id] = self._folded.get(job_id, Account(job_id)) + account
+        self._events = [event for event in self._events if event.at >= before]
+        self._drop(Call, (c for c in self._calls.values() if c.job_id in ended and not _call_live(c)))
+        models_gone = {m.model_id for m in self._models.values() if m.job_id in ended and not _model_live(m)}
+        snapshots = self._tables[Snapshot]
+        self._drop(Snapshot, (s for s in snapshots.values() if s.model_id in models_gone and not s.committed))
+        needed = {c.model_id for c in self._calls.values()} | {c.model_id for c in self._checkpoints.values()}
+        needed |= {snapshot.model_id for snapshot in snapshots.values()}
+        gone = (m for m in self._models.values() if m.job_id in ended and not _model_live(m))
+        self._drop(Model, (model for model in gone if model.model_id not in needed))
+        parents = {m.job_id for m in self._models.values()} | {c.job_id for c in self._calls.values()}
+        self._drop(Job, (job for job in self._jobs.values() if job.job_id in ended - parents))
+        self._folded = {j: account for j, account in self._folded.items() if j in self._jobs and j not in ended}
+        self._requests = {
+            key: request
+            for key, request in self._requests.items()
+            if request.create_time >= before or self._is_live(request.resource_id)
+        }
+        return held - self._rows()
+
     async def close(self) -> None:
         """Keeps everything: closing a store does not erase it."""
 
@@ -186,6 +211,18 @@ class MemoryStore:
     @property
     def _checkpoints(self) -> dict[str, Checkpoint]:
         return self._tables[Checkpoint]
+
+    def _rows(self) -> int:
+        return sum(map(len, self._tables.values())) + len(self._events) + len(self._intervals) + len(self._requests)
+
+    def _drop(self, kind: type[Any], records: Iterable[Any]) -> None:
+        for record in list(records):
+            del self._tables[kind][record_id(record)]
+            self._taken.difference_update(_unique_keys(record))
+
+    def _is_live(self, resource_id: str) -> bool:
+        job, model = self._jobs.get(resource_id), self._models.get(resource_id)
+        return (job is not None and _job_live(job)) or (model is not None and _model_live(model))
 
     def _tenant_of(self, job_id: JobId) -> Tenant | None:
         job = self._jobs.get(job_id)
@@ -226,23 +263,30 @@ class MemoryStore:
                         reason="INCONSISTENT_CHANGES",
                     )
 
-    def _accounts(self, live_jobs: set[JobId]) -> Sequence[Account]:
-        seconds: dict[JobId, dict[IntervalKind, float]] = defaultdict(lambda: dict.fromkeys(IntervalKind, 0.0))
-        swaps: dict[JobId, int] = defaultdict(int)
-        for interval in self._intervals:
-            if interval.job_id in live_jobs:
-                seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
-                swaps[interval.job_id] += interval.kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT)
-        return tuple(
-            Account(
-                job_id,
-                by[IntervalKind.BUSY],
-                by[IntervalKind.SWAP_IN] + by[IntervalKind.SWAP_OUT],
-                by[IntervalKind.HOLD],
-                swaps[job_id],
-            )
-            for job_id, by in sorted(seconds.items())
+    def _accounts(self) -> dict[JobId, Account]:
+        accounts = dict(self._folded)
+        for job_id, account in _accounts(self._intervals).items():
+            accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
+        return accounts
+
+
+def _accounts(intervals: Iterable[Interval]) -> dict[JobId, Account]:
+    """What intervals add up to."""
+    seconds: dict[JobId, dict[IntervalKind, float]] = defaultdict(lambda: dict.fromkeys(IntervalKind, 0.0))
+    swaps: dict[JobId, int] = defaultdict(int)
+    for interval in intervals:
+        seconds[interval.job_id][interval.kind] += (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        swaps[interval.job_id] += interval.kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT)
+    return {
+        job_id: Account(
+            job_id,
+            by[IntervalKind.BUSY],
+            by[IntervalKind.SWAP_IN] + by[IntervalKind.SWAP_OUT],
+            by[IntervalKind.HOLD],
+            swaps[job_id],
         )
+        for job_id, by in seconds.items()
+    }
 
 
 def _position(record: Job | Model | Call | Checkpoint) -> Position:
@@ -254,14 +298,6 @@ T = TypeVar("T", Job, Model, Call, Checkpoint)
 
 def _oldest_first(records: Iterable[T]) -> tuple[T, ...]:
     return tuple(sorted(records, key=_position))
-
-
-def _page(records: Iterable[R], page: Page, wanted: Callable[[R], bool]) -> Listing[R]:
-    start = decode_page(page)
-    newest_first = sorted((r for r in records if wanted(r)), key=_position, reverse=True)
-    rest = [r for r in newest_first if start is None or _position(r) < start]
-    items = tuple(rest[: page.size])
-    return Listing(items, encode_cursor(_position(items[-1])) if len(rest) > page.size else None)
 
 
 def _unique_keys(record: Record) -> Iterable[UniqueKey]:
@@ -284,8 +320,5 @@ def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
     match record:
         case Model():
             yield Job, record.job_id
-        case Call():
-            yield Job, record.job_id
-            yield Model, record.model_id
-        case Checkpoint() | Snapshot():
+        case Call() | Checkpoint() | Snapshot():
             yield Model, record.model_id

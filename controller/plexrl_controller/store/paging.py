@@ -2,14 +2,18 @@
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
+from collections.abc import Callable, Iterable
 from math import isfinite
+from typing import TypeVar
 
 from plexrl_controller.domain.errors import InvalidArgument
-from plexrl_controller.store.port import Page
+from plexrl_controller.domain.records import Call, Job
+from plexrl_controller.store.port import Listing, Page
 
 MAX_PAGE_SIZE = 1000
 _MAX_CURSOR_CHARACTERS = 256
 
+R = TypeVar("R", Job, Call)
 Position = tuple[float, str]
 """Creation time and id."""
 
@@ -41,3 +45,16 @@ def decode_page(page: Page) -> Position | None:
             "page token is not one that a listing returned; start again without it", reason="PAGE_TOKEN"
         ) from error
     return position
+
+
+def newest_first(records: Iterable[R], page: Page, wanted: Callable[[R], bool]) -> Listing[R]:
+    """A page of records in memory. Raises InvalidArgument for a bad page."""
+    start = decode_page(page)
+    found = sorted((r for r in records if wanted(r)), key=_position, reverse=True)
+    rest = [r for r in found if start is None or _position(r) < start]
+    items = tuple(rest[: page.size])
+    return Listing(items, encode_cursor(_position(items[-1])) if len(rest) > page.size else None)
+
+
+def _position(record: Job | Call) -> Position:
+    return record.create_time, record.job_id if isinstance(record, Job) else record.call_id

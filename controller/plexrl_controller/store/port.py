@@ -87,6 +87,16 @@ class Account:
     hold_s: float = 0.0
     swaps: int = 0
 
+    def __add__(self, other: "Account") -> "Account":
+        """The seconds of both, which are of the same job."""
+        return Account(
+            self.job_id,
+            self.busy_s + other.busy_s,
+            self.swap_s + other.swap_s,
+            self.hold_s + other.hold_s,
+            self.swaps + other.swaps,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -147,10 +157,8 @@ class Store(Protocol):
         """Jobs of a tenant (None: of all), newest first."""
         ...
 
-    async def list_calls(
-        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
-    ) -> Listing[Call]:
-        """Calls without spec and result, newest first."""
+    async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
+        """Calls without spec and result, newest first. Those that are live the leader knows from memory."""
         ...
 
     async def list_checkpoints(self, model_id: ModelId) -> Sequence[Checkpoint]:
@@ -165,6 +173,14 @@ class Store(Protocol):
 
     async def events(self, record_id: str) -> Sequence[Event]:
         """A record's transitions, oldest first."""
+        ...
+
+    async def prune(self, before: float) -> int:
+        """Deletes history from before a time; returns the number of rows that went.
+
+        Events and intervals of anything; calls, models, jobs and request keys of jobs that ended before it. What a
+        checkpoint belongs to stays. Accounts keep what deleted intervals summed up to.
+        """
         ...
 
     async def close(self) -> None:

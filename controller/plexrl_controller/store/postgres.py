@@ -1,7 +1,8 @@
 """The store on Postgres. Reads go through SQLAlchemy; commits use array statements on one connection of its engine.
 
-One commit is one transaction: the fence first, then at most one statement per table. It knows no lifecycle and never
-decides what to write.
+One commit is one transaction: the fence first, then at most one write per table. What the path of a call writes is one
+statement, and so one round trip; rarer changes, whose rows may free each other's names, take a few. It knows no
+lifecycle and never decides what to write.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, Tenant
 from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model
-from plexrl_controller.store import reads, rows, statements
+from plexrl_controller.store import reads, retention, rows, statements
 from plexrl_controller.store.batch import RowWrites, coalesce
 from plexrl_controller.store.paging import encode_cursor
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
 from plexrl_controller.store.rows import RowCodec
+from plexrl_controller.store.statements import Part
 
 R = TypeVar("R")
 
@@ -37,6 +39,10 @@ _UPDATES = {codec.record: statements.UpdateStatement.of(codec) for codec in rows
 _INSERT_EVENTS = statements.insert_statement(rows.EVENT)
 _INSERT_INTERVALS = statements.insert_statement(rows.INTERVAL)
 _INSERT_REQUESTS = statements.insert_statement(rows.REQUEST)
+_UPDATE_PARTS = {record: statements.update_part(_UPDATES[record]) for record in (Model, Call)}
+_INSERT_CALLS = statements.insert_part(rows.CALL)
+_INSERT_EVENTS_PART = statements.insert_part(rows.EVENT)
+_INSERT_INTERVALS_PART = statements.insert_part(rows.INTERVAL)
 
 
 class PostgresStore:
@@ -57,8 +63,8 @@ class PostgresStore:
         async with _translated(), self._engine.connect() as connection:
             snapshot = await connection.execution_options(isolation_level="REPEATABLE READ")
             held_calls = (
-                *await _all(snapshot, rows.CALL, reads.LIVE_CALLS),
-                *await _all(snapshot, rows.CALL, reads.UNACKNOWLEDGED_CALLS),
+                *await _all(snapshot, rows.CALL, reads.HELD_CALLS),
+                *await _all(snapshot, rows.CALL, reads.CANCELLING_CALLS),
             )
             return LiveState(
                 jobs=await _all(snapshot, rows.JOB, reads.LIVE_JOBS),
@@ -71,26 +77,50 @@ class PostgresStore:
                 snapshots=await _all(snapshot, rows.SNAPSHOT, reads.SNAPSHOTS_OF_LIVE_MODELS),
                 tokens=await _all(snapshot, rows.TOKEN, reads.TOKENS),
                 requests=await _all(snapshot, rows.REQUEST, reads.REQUESTS),
-                accounts=tuple(
-                    Account(job_id, float(busy_s), float(swap_s), float(hold_s), swaps)
-                    for job_id, busy_s, swap_s, hold_s, swaps in await snapshot.execute(reads.ACCOUNTS)
-                ),
+                accounts=await _accounts(snapshot),
             )
 
     async def commit(self, term: int, changes: Changes) -> None:
         writes = coalesce(changes)
+        if _is_hot(writes, changes):
+            await self._commit_hot(term, writes, changes)
+            return
         async with _translated(), self._commit_lock, self._writer_connection() as writer, writer.transaction():
             if await writer.execute(statements.FENCE, term, changes.commit_id) == 0:
-                shown = await (await writer.prepare(statements.SHOW_FENCE)).fetchrow()
-                newest, commit_id = tuple(shown) if shown else (0, "")
-                if newest != term:
-                    raise LeadershipLost(f"term {term} is over: the newest is {newest}")
-                assert commit_id == changes.commit_id
+                await _check_repeated(writer, term, changes.commit_id)
                 return
             await _write_records(writer, writes)
             await _insert(writer, _INSERT_EVENTS, rows.EVENT, changes.events)
             await _insert(writer, _INSERT_INTERVALS, rows.INTERVAL, changes.intervals)
             await _insert(writer, _INSERT_REQUESTS, rows.REQUEST, changes.requests)
+
+    async def _commit_hot(self, term: int, writes: RowWrites, changes: Changes) -> None:
+        """Everything in one statement, which is a transaction of its own."""
+        parts: list[Part] = []
+        arguments: list[Any] = []
+        for record in (Model, Call):
+            updates = [update for update in writes.updates if type(update.record) is record]
+            if updates:
+                parts.append(_UPDATE_PARTS[record])
+                arguments.extend(_UPDATES[record].arguments(updates))
+        for part, codec, records in (
+            (_INSERT_CALLS, rows.CALL, writes.inserts),
+            (_INSERT_EVENTS_PART, rows.EVENT, changes.events),
+            (_INSERT_INTERVALS_PART, rows.INTERVAL, changes.intervals),
+        ):
+            if records:
+                parts.append(part)
+                arguments.extend(statements.insert_part_arguments(codec, records))
+        sql = statements.commit_statement(tuple(parts))
+        async with _translated(), self._commit_lock, self._writer_connection() as writer:
+            statement = await writer.prepare(sql)
+            try:
+                held = await statement.fetchval(term, changes.commit_id, *arguments)
+            except asyncpg.DivisionByZeroError:
+                await _check_models(writer, writes)
+                raise
+            if not held:
+                await _check_repeated(writer, term, changes.commit_id)
 
     async def get_job(self, job_id: JobId) -> Job | None:
         return await self._get(rows.JOB, job_id)
@@ -107,12 +137,8 @@ class PostgresStore:
     async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
         return await self._page(rows.JOB, page, reads.list_jobs(tenant, live_only, page))
 
-    async def list_calls(
-        self, tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page
-    ) -> Listing[Call]:
-        return await self._page(
-            rows.CALL, page, reads.list_calls(tenant, job_id, live_only, page), absent=reads.BULK_FIELDS
-        )
+    async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
+        return await self._page(rows.CALL, page, reads.list_calls(tenant, job_id, page), absent=reads.BULK_FIELDS)
 
     async def list_checkpoints(self, model_id: ModelId) -> Sequence[Checkpoint]:
         async with _translated(), self._engine.connect() as connection:
@@ -133,6 +159,19 @@ class PostgresStore:
     async def events(self, record_id: str) -> Sequence[Event]:
         async with _translated(), self._engine.connect() as connection:
             return await _all(connection, rows.EVENT, reads.list_events(record_id))
+
+    async def prune(self, before: float) -> int:
+        pruned = 0
+        for statement in retention.STEPS:
+            while True:
+                # One short transaction a batch: commits go on between them.
+                async with _translated(), self._engine.begin() as connection:
+                    arguments = {"before": before, "rows": retention.BATCH_ROWS}
+                    rows_gone = (await connection.execute(statement, arguments)).scalar_one()
+                if not rows_gone:
+                    break
+                pruned += rows_gone
+        return pruned
 
     async def close(self) -> None:
         async with self._commit_lock:
@@ -164,7 +203,7 @@ class PostgresStore:
         writer, self._writer = self._writer, None
         try:
             yield writer
-        except (LeadershipLost, asyncpg.IntegrityConstraintViolationError):
+        except (LeadershipLost, asyncpg.IntegrityConstraintViolationError, asyncpg.DivisionByZeroError, _Inconsistent):
             self._writer = writer
             raise
         except BaseException:
@@ -249,9 +288,40 @@ async def _translated() -> AsyncIterator[None]:
 def _translate(error: BaseException) -> ControllerError:
     if isinstance(error, asyncpg.UniqueViolationError):
         return LeadershipLost(f"somebody else wrote: {error}")
+    if isinstance(error, asyncpg.PostgresError) and error.sqlstate == statements.GUARD_FAILED:
+        return LeadershipLost("rows are not at the revision that they were changed from: somebody else wrote")
     if isinstance(error, asyncpg.PostgresError) and not (error.sqlstate or "").startswith(_NOT_NOW):
         return ControllerError(f"the database refused what the controller wrote: {error}", reason="STORE_REFUSED")
     return Unavailable(f"the database does not answer: {type(error).__name__}: {error}", retry_after_s=1.0)
+
+
+def _is_hot(writes: RowWrites, changes: Changes) -> bool:
+    """Whether a commit writes what the path of a call writes and nothing else."""
+    return (
+        not changes.requests
+        and all(type(record) is Call for record in writes.inserts)
+        and all(type(update.record) in (Call, Model) for update in writes.updates)
+    )
+
+
+class _Inconsistent(ControllerError):
+    """Changes that make no sense: nothing was written, and the connection is as good as before."""
+
+
+async def _check_models(writer: _WriterConnection, writes: RowWrites) -> None:
+    """Raises ControllerError when a new call names a model that is not stored."""
+    named = {record.model_id for record in writes.inserts if isinstance(record, Call)}
+    if named and not await (await writer.prepare(statements.HAVE_MODELS)).fetchval(list(named)):
+        raise _Inconsistent(f"a call names a model that is not stored: {sorted(named)}", reason="INCONSISTENT_CHANGES")
+
+
+async def _check_repeated(writer: _WriterConnection, term: int, commit_id: str) -> None:
+    """The fence did not hold: fine when this very commit is there already. Raises LeadershipLost."""
+    shown = await (await writer.prepare(statements.SHOW_FENCE)).fetchrow()
+    newest, last = tuple(shown) if shown else (0, "")
+    if newest != term:
+        raise LeadershipLost(f"term {term} is over: the newest is {newest}")
+    assert last == commit_id
 
 
 async def _write_records(writer: _WriterConnection, writes: RowWrites) -> None:
@@ -270,11 +340,22 @@ async def _write_records(writer: _WriterConnection, writes: RowWrites) -> None:
     for codec in rows.RECORDS:
         inserts = [record for record in writes.inserts if type(record) is codec.record]
         await _insert(writer, _INSERTS[codec.record], codec, inserts)
+    await _check_models(writer, writes)
 
 
 async def _insert(writer: _WriterConnection, sql: str, codec: RowCodec[Any], records: Sequence[Any]) -> None:
     if records:
         await writer.execute(sql, *statements.insert_arguments(codec, records))
+
+
+async def _accounts(connection: AsyncConnection) -> tuple[Account, ...]:
+    """Of live jobs: what stands in intervals, and what was folded out of them."""
+    accounts: dict[JobId, Account] = {}
+    for query in (reads.ACCOUNTS, reads.FOLDED_ACCOUNTS):
+        for job_id, busy_s, swap_s, hold_s, swaps in await connection.execute(query):
+            account = Account(job_id, float(busy_s), float(swap_s), float(hold_s), swaps)
+            accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
+    return tuple(accounts[job_id] for job_id in sorted(accounts))
 
 
 async def _all(

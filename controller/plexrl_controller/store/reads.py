@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from sqlalchemy import Select, case, func, not_, select, tuple_
+from sqlalchemy import Select, case, func, not_, or_, select, tuple_
 
 from plexrl_controller.domain.ids import JobId, ModelId, Tenant
 from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.lifecycle import calls as call_life
 from plexrl_controller.store import rows
 from plexrl_controller.store.paging import decode_page
 from plexrl_controller.store.port import Page
@@ -14,6 +15,7 @@ from plexrl_controller.store.tables import (
     calls,
     checkpoints,
     events,
+    folded_accounts,
     intervals,
     jobs,
     models,
@@ -33,20 +35,24 @@ WORKERS = select(*rows.WORKER.columns).order_by(workers.c.worker_id)
 TOKENS = select(*rows.TOKEN.columns).order_by(tokens.c.token_id)
 REQUESTS = select(*rows.REQUEST.columns).order_by(requests.c.create_time, requests.c.scope, requests.c.request_id)
 
-LIVE_CALLS = select(*rows.CALL.columns).where(calls.c.live)
-_ENDED_CALLS_OF_LIVE_JOBS = (
+_LIVE = calls.c.state.not_in([state.name for state in sorted(call_life.TERMINAL)])
+_CALLS_OF_LIVE_JOBS = (
     select(calls)
     .join(jobs, jobs.c.job_id == calls.c.job_id)
-    .where(jobs.c.live, not_(calls.c.live))
+    .where(jobs.c.live)
     .order_by(calls.c.create_time, calls.c.call_id)
 )
-UNACKNOWLEDGED_CALLS = _ENDED_CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(not_(calls.c.acknowledged))
-TOMBSTONES = _ENDED_CALLS_OF_LIVE_JOBS.with_only_columns(
+HELD_CALLS = _CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(
+    or_(_LIVE, not_(calls.c.acknowledged)), not_(calls.c.cancelling)
+)
+"""Of live jobs: what is not terminal or not acknowledged. A job that ended left nothing live but what is cancelling."""
+CANCELLING_CALLS = select(*rows.CALL.columns).where(calls.c.cancelling)
+TOMBSTONES = _CALLS_OF_LIVE_JOBS.with_only_columns(
     calls.c.job_id, calls.c.request_id, calls.c.request_hash, calls.c.call_id
-).where(calls.c.acknowledged)
+).where(not_(_LIVE), calls.c.acknowledged)
 
-LOGGED_CALLS = _ENDED_CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(
-    calls.c.acknowledged, calls.c.spec_sha256.is_not(None)
+LOGGED_CALLS = _CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(
+    not_(_LIVE), calls.c.acknowledged, calls.c.spec_sha256.is_not(None)
 )
 
 SNAPSHOTS_OF_LIVE_MODELS = (
@@ -86,6 +92,7 @@ ACCOUNTS = (
     .group_by(intervals.c.job_id)
     .order_by(intervals.c.job_id)
 )
+FOLDED_ACCOUNTS = select(folded_accounts).join(jobs, jobs.c.job_id == folded_accounts.c.job_id).where(jobs.c.live)
 
 
 def by_id(codec: RowCodec[Any], record_id: str) -> Select[Any]:
@@ -101,7 +108,7 @@ def list_jobs(tenant: Tenant | None, live_only: bool, page: Page) -> Select[Any]
     return query.where(jobs.c.live) if live_only else query
 
 
-def list_calls(tenant: Tenant | None, job_id: JobId | None, live_only: bool, page: Page) -> Select[Any]:
+def list_calls(tenant: Tenant | None, job_id: JobId | None, page: Page) -> Select[Any]:
     """One row more than the page holds, without bulk. Raises InvalidArgument for a bad page."""
     bulk = {name for field in rows.CALL.fields if field.field in BULK_FIELDS for name in field.columns}
     query = _newest_first(rows.CALL, page).with_only_columns(
@@ -111,7 +118,7 @@ def list_calls(tenant: Tenant | None, job_id: JobId | None, live_only: bool, pag
         query = query.where(calls.c.tenant == tenant)
     if job_id is not None:
         query = query.where(calls.c.job_id == job_id)
-    return query.where(calls.c.live) if live_only else query
+    return query
 
 
 def list_checkpoints(model_id: ModelId) -> Select[Any]:

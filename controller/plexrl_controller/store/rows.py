@@ -1,6 +1,7 @@
 """Records as rows and back: which columns a record's fields take, derived from the fields' types.
 
-An enum is stored by its name, a mapping as JSON, a payload in three columns; everything else as it is.
+An enum is stored by its name, a mapping as JSON, a payload in three columns; everything else as it is. Writing goes
+column by column over many records: it is on the path of every call.
 """
 
 import json
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,7 +31,7 @@ from plexrl_controller.domain.records import (
 from plexrl_controller.store import tables
 
 R = TypeVar("R")
-Values = tuple[Any, ...]
+Columns = list[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class FieldCodec:
 
     field: str
     columns: tuple[str, ...]
-    encode: Callable[[Any], Values]
+    gather: Callable[[Sequence[Any]], Columns]
+    """The field of many records, one list per column."""
     decode: Callable[..., Any]
 
 
@@ -65,13 +68,9 @@ class RowCodec(Generic[R]):
         )
 
 
-def columnar(codecs: Sequence[FieldCodec], records: Sequence[Any]) -> list[list[Any]]:
+def columnar(codecs: Sequence[FieldCodec], records: Sequence[Any]) -> Columns:
     """The records' values, one list per column."""
-    columns: list[list[Any]] = []
-    for codec in codecs:
-        values = [codec.encode(getattr(record, codec.field)) for record in records]
-        columns.extend([value[index] for value in values] for index in range(len(codec.columns)))
-    return columns
+    return [column for codec in codecs for column in codec.gather(records)]
 
 
 def _field_codec(name: str, hint: Any) -> FieldCodec:
@@ -79,45 +78,58 @@ def _field_codec(name: str, hint: Any) -> FieldCodec:
     kind = hint if get_origin(hint) is not None and NoneType not in get_args(hint) else kinds[0]
     if kind is Payload:
         columns = (f"{name}_sha256", f"{name}_size_bytes", f"{name}_inline")
-        return FieldCodec(name, columns, _encode_payload, _decode_payload)
+        return FieldCodec(name, columns, partial(_payloads, attrgetter(name)), _decode_payload)
     if get_origin(kind) is Mapping:
-        return FieldCodec(name, (name,), _encode_labels, dict)
+        return FieldCodec(name, (name,), partial(_labels, attrgetter(name)), dict)
     if isinstance(kind, type) and issubclass(kind, IntEnum):
-        return FieldCodec(name, (name,), _encode_enum, partial(_decode_enum, kind))
+        gather = partial(_enums, attrgetter(name)) if kind is not hint else partial(_same, attrgetter(f"{name}._name_"))
+        return FieldCodec(name, (name,), gather, partial(_decode_enum, kind))
     if hint is int:  # NUMERIC, which holds unsigned 64-bit numbers, comes back as Decimal
-        return FieldCodec(name, (name,), _encode_same, int)
+        return FieldCodec(name, (name,), partial(_same, attrgetter(name)), int)
     if getattr(kind, "__supertype__", kind) is str:
-        return FieldCodec(name, (name,), _encode_text, _same)
-    return FieldCodec(name, (name,), _encode_same, _same)
+        return FieldCodec(name, (name,), partial(_texts, attrgetter(name)), _as_it_is)
+    return FieldCodec(name, (name,), partial(_same, attrgetter(name)), _as_it_is)
 
 
-def _same(value: Any) -> Any:
+Get = Callable[[Any], Any]
+
+
+def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _encode_same(value: Any) -> Values:
-    return (value,)
+def _same(get: Get, records: Sequence[Any]) -> Columns:
+    return [list(map(get, records))]
 
 
-def _encode_text(value: str | None) -> Values:
+def _text(value: str | None) -> str | None:
     """Postgres text holds no NUL; a message with one is still worth keeping."""
-    return (value if value is None or "\0" not in value else value.replace("\0", "\ufffd"),)
+    return value if value is None or "\0" not in value else value.replace("\0", "\ufffd")
 
 
-def _encode_enum(value: IntEnum | None) -> Values:
-    return (None if value is None else value.name,)
+def _texts(get: Get, records: Sequence[Any]) -> Columns:
+    return [list(map(_text, map(get, records)))]
+
+
+def _enums(get: Get, records: Sequence[Any]) -> Columns:
+    return [[None if value is None else value.name for value in map(get, records)]]
 
 
 def _decode_enum(kind: type[IntEnum], name: str | None) -> IntEnum | None:
     return None if name is None else kind[name]
 
 
-def _encode_labels(labels: Mapping[str, str]) -> Values:
-    return (json.dumps({_encode_text(key)[0]: _encode_text(value)[0] for key, value in labels.items()}),)
+def _labels(get: Get, records: Sequence[Any]) -> Columns:
+    return [[json.dumps({_text(key): _text(value) for key, value in get(record).items()}) for record in records]]
 
 
-def _encode_payload(payload: Payload | None) -> Values:
-    return (None, None, None) if payload is None else (payload.sha256, payload.size_bytes, payload.inline)
+def _payloads(get: Get, records: Sequence[Any]) -> Columns:
+    payloads: list[Payload | None] = list(map(get, records))
+    return [
+        [None if payload is None else payload.sha256 for payload in payloads],
+        [None if payload is None else payload.size_bytes for payload in payloads],
+        [None if payload is None else payload.inline for payload in payloads],
+    ]
 
 
 def _decode_payload(sha256: str | None, size_bytes: int | None, inline: bytes | None) -> Payload | None:

@@ -4,8 +4,10 @@
 column. The number of rows that an update changed is its guard: a row whose stored revision differs is not changed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Column
@@ -14,9 +16,12 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from plexrl_controller.domain.records import Call, Payload
 from plexrl_controller.store.batch import FIXED_FIELDS, Update
-from plexrl_controller.store.rows import FieldCodec, RowCodec, columnar
+from plexrl_controller.store.rows import Columns, FieldCodec, RowCodec, columnar
 
-WRITER_SETTINGS = "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off"
+WRITER_SETTINGS = (
+    "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; "
+    "SET plan_cache_mode = force_generic_plan"
+)
 """A prepared plan outlives the empty table that it was made for: updates must always go by key."""
 
 ACQUIRE_TERM = """
@@ -35,13 +40,13 @@ _KEEP_OR_DROP = "CASE WHEN u.{hash} IS NULL THEN NULL ELSE t.{column} END"
 """A spec is never sent again: its bytes stay where they are until it is dropped."""
 
 
-def insert_statement(codec: RowCodec[Any]) -> str:
-    """Arguments: one array per column of the codec."""
+def insert_statement(codec: RowCodec[Any], first: int = 1, condition: str = "") -> str:
+    """Arguments: one array per column of the codec. `condition` is another table that must have a row."""
     columns = codec.columns
     names = ", ".join(column.name for column in columns)
     return (
         f"INSERT INTO {codec.table.name} ({names}) SELECT {', '.join(_value(column) for column in columns)} "  # noqa: S608
-        f"FROM {_unnest(columns, first=1)}"
+        f"FROM {condition}{_unnest(columns, first)}"
     )
 
 
@@ -54,7 +59,10 @@ def insert_arguments(codec: RowCodec[Any], records: Sequence[Any]) -> list[list[
 class UpdateStatement:
     """A guarded update of one table."""
 
-    sql: str
+    table: str
+    key: str
+    changes: tuple[str, ...]
+    columns: tuple[Column[Any], ...]
     sent: tuple[FieldCodec, ...]
 
     @classmethod
@@ -70,12 +78,20 @@ class UpdateStatement:
                 for name in ("spec_sha256", "spec_size_bytes", "spec_inline")
             ]
             changes.remove("spec_sha256 = u.spec_sha256")
-        sql = (
-            f"UPDATE {codec.table.name} AS t SET {', '.join(changes)} "  # noqa: S608
-            f"FROM {_unnest([*columns], first=2, base_revision=True)} "
-            f"WHERE t.{key.name} = u.{key.name} AND t.revision = u.base_revision"
+        return cls(codec.table.name, key.name, tuple(changes), tuple(columns), sent)
+
+    @property
+    def sql(self) -> str:
+        """The statement alone."""
+        return self.text(first=1)
+
+    def text(self, first: int, condition: str = "") -> str:
+        """The statement with its arguments numbered from `first`; `condition` is another table that must have a row."""
+        return (
+            f"UPDATE {self.table} AS t SET {', '.join(self.changes)} "  # noqa: S608
+            f"FROM {condition}{_unnest(self.columns, first, base_revision=True)} "
+            f"WHERE t.{self.key} = u.{self.key} AND t.revision = u.base_revision"
         )
-        return cls(sql, sent)
 
     def arguments(self, updates: Sequence[Update]) -> list[list[Any]]:
         """The arguments of the update."""
@@ -91,14 +107,15 @@ def _sent(codec: RowCodec[Any], key: str) -> list[FieldCodec]:
     fields = [field for field in codec.fields if field.field == key]
     for field in codec.fields:
         if codec.record is Call and field.field == "spec":
-            fields.append(FieldCodec("spec", ("spec_sha256",), _encode_hash, field.decode))
+            fields.append(FieldCodec("spec", ("spec_sha256",), _hashes, field.decode))
         elif field.field not in fixed:
             fields.append(field)
     return fields
 
 
-def _encode_hash(payload: Payload | None) -> tuple[str | None]:
-    return (None if payload is None else payload.sha256,)
+def _hashes(records: Sequence[Any]) -> Columns:
+    specs: list[Payload | None] = list(map(attrgetter("spec"), records))
+    return [[None if spec is None else spec.sha256 for spec in specs]]
 
 
 def _value(column: Column[Any]) -> str:
@@ -106,13 +123,91 @@ def _value(column: Column[Any]) -> str:
 
 
 def _unnest(columns: Sequence[Column[Any]], first: int, *, base_revision: bool = False) -> str:
-    arguments = [f"${first + index}::{_array_type(column)}" for index, column in enumerate(columns)]
-    names = [column.name for column in columns]
+    types, names = [_array_type(column) for column in columns], [column.name for column in columns]
     if base_revision:
-        arguments.insert(0, "$1::bigint[]")
+        types.insert(0, "bigint[]")
         names.insert(0, "base_revision")
-    return f"unnest({', '.join(arguments)}) AS u ({', '.join(names)})"
+    arguments = ", ".join(f"${first + index}::{kind}" for index, kind in enumerate(types))
+    return f"unnest({arguments}) AS u ({', '.join(names)})"
 
 
 def _array_type(column: Column[Any]) -> str:
     return "text[]" if isinstance(column.type, JSONB) else f"{column.type.compile(dialect=_DIALECT).lower()}[]"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One table's share of a commit, within its statement. `sql` and `guard` number their arguments."""
+
+    name: str
+    sql: Callable[[int], str]
+    """Its text, given the number of its first argument; does nothing unless the fence holds."""
+    argument_count: int
+    guard: Callable[[int], str] | None = None
+    """What must be true after it."""
+
+
+def update_part(statement: UpdateStatement) -> Part:
+    """A guarded update within a commit's statement."""
+    name = f"{statement.table}_changed"
+    return Part(
+        name,
+        lambda first: f"{statement.text(first, 'fence, ')} RETURNING 1",
+        1 + len(statement.columns),
+        guard=lambda first: f"(SELECT count(*) FROM {name}) = cardinality(${first}::bigint[])",  # noqa: S608
+    )
+
+
+def insert_part(codec: RowCodec[Any]) -> Part:
+    """An insert within a commit's statement. Calls take one argument more: the models that they name."""
+    columns = len(codec.columns)
+    return Part(
+        f"{codec.table.name}_added",
+        lambda first: insert_statement(codec, first, "fence, "),
+        columns + (codec.record is Call),
+        guard=(lambda first: _have_models(first + columns)) if codec.record is Call else None,
+    )
+
+
+def insert_part_arguments(codec: RowCodec[Any], records: Sequence[Any]) -> list[Any]:
+    """The arguments of `insert_part`."""
+    arguments: list[Any] = insert_arguments(codec, records)
+    return [*arguments, list({record.model_id for record in records})] if codec.record is Call else arguments
+
+
+def _have_models(argument: int) -> str:
+    return (
+        f"NOT EXISTS (SELECT FROM unnest(${argument}::text[]) AS named (model_id) WHERE NOT EXISTS "  # noqa: S608
+        "(SELECT FROM models AS m WHERE m.model_id = named.model_id))"
+    )
+
+
+HAVE_MODELS = f"SELECT {_have_models(1)}"
+"""Whether all models named are there: what a foreign key would check for each call."""
+
+
+@cache
+def commit_statement(parts: tuple[Part, ...]) -> str:
+    """A whole commit in one statement and so in one round trip: fence, writes and guards. Arguments: the fence's two,
+    then those of the parts in order.
+
+    Returns whether the fence held. Ends with GUARD_FAILED, and nothing written, when a guard does not hold.
+    """
+    number = 3
+    tables = [f"fence AS ({FENCE} RETURNING 1)"]
+    guards = ["true"]
+    for part in parts:
+        tables.append(f"{part.name} AS ({part.sql(number)})")
+        if part.guard is not None:
+            guards.append(part.guard(number))
+        number += part.argument_count
+    held = "EXISTS (SELECT FROM fence)"
+    # A division by nought is the one way for a plain statement to fail by its own judgement.
+    return (
+        f"WITH {', '.join(tables)} SELECT {held} AND "
+        f"1 / (CASE WHEN NOT {held} OR ({' AND '.join(guards)}) THEN 1 ELSE 0 END) = 1"
+    )
+
+
+GUARD_FAILED = "22012"
+"""SQLSTATE of `commit_statement` when a guard failed: division_by_zero."""

@@ -1,7 +1,9 @@
 """The schema: one table per record type, and the logs beside them. `migrations` creates what stands here.
 
-States are stored by name, so that psql reads well; times are seconds of Unix time. `live` is derived from the state: it
-alone stands in indexes, because an update that changes no indexed column stays on its page.
+States are stored by name, so that psql reads well; times are seconds of Unix time. `live` and `cancelling` are derived
+from the state: they alone stand in indexes, because an update that changes no indexed column stays on its page. Calls
+have not even `live`: a call that only succeeds changes no index entry from its insert on. Nor have they foreign keys,
+which cost as much per row as the row: a commit checks once that the models of its new calls are there.
 """
 
 from collections.abc import Iterable
@@ -30,8 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from plexrl_controller.domain.states import CallKind, IntervalKind, Role
-from plexrl_controller.lifecycle import calls as call_life
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind, Role
 from plexrl_controller.lifecycle import jobs as job_life
 from plexrl_controller.lifecycle import models as model_life
 from plexrl_controller.lifecycle import workers as worker_life
@@ -49,6 +50,8 @@ metadata = MetaData(
 
 _FILLFACTOR_HOT = 80
 """Room on a page for new versions of its rows."""
+_FILLFACTOR_CALLS = 50
+"""A call is written three times, mostly while its page is the last one: inserted, ended, acknowledged."""
 
 
 def _text(name: str, **kwargs: Any) -> Column[str]:
@@ -184,11 +187,12 @@ calls = Table(
     Column("call_id", Text, primary_key=True),
     _text("request_id"),
     _text("request_hash"),
-    Column("job_id", Text, ForeignKey("jobs.job_id"), nullable=False),
-    Column("model_id", Text, ForeignKey("models.model_id"), nullable=False),
+    _text("job_id"),
+    _text("model_id"),
     _text("tenant"),
     *_enum("kind", CallKind),
-    *_state(call_life.MACHINE),
+    *_enum("state", CallState),
+    Column("cancelling", Boolean, Computed(f"state = '{CallState.CANCELLING.name}'", persisted=True), nullable=False),
     _bigint("sequence"),
     _bigint("weights_version"),
     *_payload("spec"),
@@ -216,12 +220,12 @@ calls = Table(
         unique=True,
         postgresql_where=text(f"kind IN ({_names(kind for kind in CallKind if kind.sequenced)})"),
     ),
-    Index("calls_live", "create_time", "call_id", postgresql_where=text("live")),
+    Index("calls_cancelling", "call_id", postgresql_where=text("cancelling")),
     Index("calls_newest", "create_time", "call_id"),
     Index("calls_tenant_newest", "tenant", "create_time", "call_id"),
     Index("calls_job_newest", "job_id", "create_time", "call_id"),
     comment="Requested function executions.",
-    postgresql_with={"fillfactor": _FILLFACTOR_HOT},
+    postgresql_with={"fillfactor": _FILLFACTOR_CALLS},
 )
 
 workers = Table(
@@ -297,6 +301,17 @@ intervals = Table(
     comment="Device time, as the workers measured it.",
 )
 
+folded_accounts = Table(
+    "folded_accounts",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    _float("busy_s"),
+    _float("swap_s"),
+    _float("hold_s"),
+    _bigint("swaps"),
+    comment="Device seconds of live jobs whose intervals are pruned.",
+)
+
 events = Table(
     "events",
     metadata,
@@ -322,5 +337,6 @@ requests = Table(
     _text("request_hash"),
     _text("resource_id"),
     _float("create_time"),
+    Index("requests_oldest", "create_time"),
     comment="What became of mutating requests that made something other than a call.",
 )

@@ -1,7 +1,8 @@
 """Group commit: everything that waits while one commit is under way goes into the next one.
 
-Callers apply transitions in memory first and release their effects when `commit` returns. The writer knows nothing of
-what it writes. A store that does not answer stops nothing but the release: the writer tries again until it answers.
+Callers apply transitions in memory first and release their effects when `commit` returns. The writer asks of
+what it writes only how large it is. A store that does not answer stops nothing but the release: the writer tries
+again until it answers.
 """
 
 import asyncio
@@ -15,12 +16,15 @@ from time import monotonic
 import structlog
 
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
+from plexrl_controller.domain.records import Call
 from plexrl_controller.store.batch import merge
 from plexrl_controller.store.port import Changes, Store
 
 _log = structlog.get_logger(__name__)
 
 MAX_BATCH_ROWS = 2000
+MAX_BATCH_BYTES = 8 << 20
+"""Of inline payloads: a commit that carries many of them would make everybody behind it wait."""
 MAX_QUEUED_ROWS = 20_000
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
@@ -42,6 +46,7 @@ class WriterCounters:
 class _Waiting:
     changes: Changes
     rows: int
+    inline_bytes: int
     durable: asyncio.Future[None]
 
 
@@ -110,7 +115,7 @@ class GroupWriter:
         if rows == 0 and not self._queue:
             durable.set_result(None)
             return durable
-        self._queue.append(_Waiting(changes, rows, durable))
+        self._queue.append(_Waiting(changes, rows, _inline_bytes(changes), durable))
         self._queued_rows += rows
         if self._queued_rows >= self._max_queued_rows:
             self._room.clear()
@@ -168,12 +173,13 @@ class GroupWriter:
     def _next_batch(self) -> list[_Waiting]:
         """The head of the queue, at least one; it stays queued until it is durable."""
         batch: list[_Waiting] = []
-        rows = 0
+        rows = inline_bytes = 0
         for item in self._queue:
-            if batch and rows + item.rows > self._max_batch_rows:
+            rows += item.rows
+            inline_bytes += item.inline_bytes
+            if batch and (rows > self._max_batch_rows or inline_bytes > MAX_BATCH_BYTES):
                 break
             batch.append(item)
-            rows += item.rows
         return batch
 
     async def _commit_until_durable(self, changes: Changes) -> None:
@@ -239,3 +245,9 @@ def _rows(changes: Changes) -> int:
         + len(changes.intervals)
         + len(changes.requests)
     )
+
+
+def _inline_bytes(changes: Changes) -> int:
+    payloads = [record.spec for record in changes.inserts if isinstance(record, Call)]
+    payloads += [record.result for record in changes.updates if isinstance(record, Call)]
+    return sum(len(payload.inline) for payload in payloads if payload is not None and payload.inline is not None)

@@ -5,8 +5,8 @@ What a model can be restored from follows from its checkpoints, its snapshots an
 
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0004"
+down_revision = "0003"
 branch_labels = None
 depends_on = None
 
