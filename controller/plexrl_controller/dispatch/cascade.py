@@ -40,6 +40,7 @@ def settle(batch: Batch) -> None:
                 case Effect.DROP_MODELS, Job():
                     _delete_models(batch, record)
                 case Effect.DROP_MODELS, Model():
+                    _give_up_copies(batch, record)
                     dropped.append((effect, record))
                 case Effect.REASSIGN, Worker():
                     _reassign(batch, record)
@@ -190,6 +191,17 @@ def _delete_models(batch: Batch, job: Job) -> None:
         model = batch.ledger.models[model_id]
         if model.state not in (ModelState.DELETING, ModelState.DELETED, ModelState.FAILED):
             batch.transition(model, ModelEvent.DELETE, message=f"job {job.name} is {job.state.name}")
+
+
+def _give_up_copies(batch: Batch, model: Model) -> None:
+    """A model leaves: its log goes, and its snapshots but the newest of a job that did not end by its client's word."""
+    ledger, job = batch.ledger, batch.ledger.jobs.get(model.job_id)
+    shorten_log(batch, ledger.models[model.model_id], model.applied_sequence + 1)
+    committed = [s for s in ledger.snapshots_of_model.get(model.model_id, {}).values() if s.committed]
+    if committed and job is not None and job.state in (JobState.EXPIRED, JobState.FAILED):
+        committed.remove(max(committed, key=lambda snapshot: snapshot.sequence))
+    for snapshot in committed:
+        batch.update(snapshot, committed=False)
 
 
 def _reassign(batch: Batch, worker: Worker) -> None:

@@ -11,10 +11,11 @@ from plexrl.v1 import types_pb2, worker_pb2
 from plexrl_controller.dispatch.cascade import fail
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.dispatch.recovery import give_replays, restore_order
 from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.domain.errors import DataLoss
 from plexrl_controller.domain.ids import CallId, WorkerId
-from plexrl_controller.domain.records import Call, Interval
+from plexrl_controller.domain.records import Call, Interval, Worker
 from plexrl_controller.domain.states import CallReason, CallState, IntervalKind, ModelState
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.machine import Effect
@@ -75,11 +76,48 @@ class GroupCycle:
             due = model.state in (ModelState.CREATING, ModelState.RECOVERING)
             if due and core.ledger.deploying.get(model_id) != worker.incarnation:
                 core.ledger.deploying[model_id] = worker.incarnation
-                core.transport.send(self._worker_id, [core.orders.deploy(model, worker.incarnation)])
+                recovering = model.state is ModelState.RECOVERING
+                order = (
+                    restore_order(core, model, worker) if recovering else core.orders.deploy(model, worker.incarnation)
+                )
+                core.transport.send(self._worker_id, [order])
+
+    async def _replay(self, decision: Serve, now: float) -> None:
+        """Gives calls of a recovering model to be executed again. Their records do not change."""
+        core, worker = self._core, self._core.ledger.workers[self._worker_id]
+        model = core.ledger.models[decision.calls[0].model_id]
+        replays = await give_replays(core, model, len(decision.calls), worker)
+        if not replays:
+            return
+        batch = core.batch()
+        self._occupy(batch, decision, now)
+        # The number of this recovery, which fences its attempts, is durable before any of them is sent.
+        await core.commit(batch)
+        core.transport.send(self._worker_id, [*self._swaps(decision, worker), *replays])
+
+    def _occupy(self, batch: Batch, decision: Serve, now: float) -> None:
+        """The group is the served job's from now on, and the swap is on its way."""
+        group = self._core.ledger.groups[self._worker_id]
+        self._charge_hold(batch, now)
+        if group.serving != decision.job_id:
+            group.serving, group.slice_start = decision.job_id, now
+        group.on_device.difference_update(decision.evict)
+        if decision.load is not None:
+            group.on_device.add(decision.load)
+        for ready in decision.calls:
+            group.used_at[ready.model_id] = now
+
+    def _swaps(self, decision: Serve, worker: Worker) -> list[worker_pb2.Order]:
+        if decision.load is None and not decision.evict:
+            return []
+        return [self._core.orders.swap(decision.load, decision.evict, worker.incarnation)]
 
     async def _serve(self, decision: Serve, now: float) -> None:
         core, ledger = self._core, self._core.ledger
-        worker, group = ledger.workers[self._worker_id], ledger.groups[self._worker_id]
+        worker = ledger.workers[self._worker_id]
+        if ledger.models[decision.calls[0].model_id].state is ModelState.RECOVERING:
+            await self._replay(decision, now)
+            return
         on_worker = ledger.calls_on_worker[self._worker_id]
         specs = await self._specs([call.call_id for call in decision.calls])
         batch = core.batch()
@@ -105,19 +143,10 @@ class GroupCycle:
             return
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s
-        self._charge_hold(batch, now)
-        if group.serving != decision.job_id:
-            group.serving, group.slice_start = decision.job_id, now
-        group.on_device.difference_update(decision.evict)
-        if decision.load is not None:
-            group.on_device.add(decision.load)
-        for ready in decision.calls:
-            group.used_at[ready.model_id] = now
+        self._occupy(batch, decision, now)
         batch.take(Effect.SEND_ORDER)
         await core.commit(batch)
-        orders: list[worker_pb2.Order] = []
-        if decision.load is not None or decision.evict:
-            orders.append(core.orders.swap(decision.load, decision.evict, worker.incarnation))
+        orders = self._swaps(decision, worker)
         orders.extend(core.orders.run(call, specs[call.call_id], after) for call, after in dispatched)
         core.transport.send(self._worker_id, orders)
 

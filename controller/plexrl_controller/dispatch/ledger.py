@@ -13,8 +13,18 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.dispatch.replay_log import REPLAYED, Recovery, ReplayLog, SnapshotOfModel
 from plexrl_controller.domain.errors import NotFound
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, SnapshotId, Tenant, TokenId, WorkerId
+from plexrl_controller.domain.ids import (
+    CallId,
+    CheckpointId,
+    JobId,
+    ModelId,
+    RequestId,
+    Tenant,
+    TokenId,
+    WorkerId,
+)
 from plexrl_controller.domain.records import (
     Call,
     Checkpoint,
@@ -29,7 +39,6 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.dispatch.replay_log import REPLAYED, Recovery, ReplayLog
 from plexrl_controller.domain.states import CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
@@ -53,6 +62,8 @@ class GroupState:
     """Volatile facts about one worker group."""
 
     connected: bool = False
+    stopping: bool = False
+    """Its daemon was asked to stop: it gets no more calls, and its models are saved."""
     last_sync: float = 0.0
     serving: JobId | None = None
     slice_start: float = 0.0
@@ -125,6 +136,7 @@ class Ledger:
         self.misfits: dict[ModelId, tuple[WorkerId, int]] = {}
         """Models that cannot be restored on their worker in this life of it: another must be found."""
         self.deaths_in_replay: dict[ModelId, int] = {}
+        self.snapshotting: dict[ModelId, SnapshotOfModel] = {}
 
     def restore(self, state: LiveState, now: float) -> None:
         """Takes over what a store holds; leases start anew."""
@@ -200,7 +212,7 @@ class Ledger:
             self.calls_of_model.pop(model_id, None)
             for index in (
                 self.residency, self._accepting, self.snapshots_of_model, self.logs, self.host_images, self.recoveries,
-                self.misfits, self.deaths_in_replay,
+                self.misfits, self.deaths_in_replay, self.snapshotting,
             ):  # fmt: skip
                 index.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:

@@ -10,7 +10,6 @@ from plexrl_controller.domain.ids import ModelId
 from plexrl_controller.domain.records import Call, Model, Snapshot
 from plexrl_controller.domain.states import CallKind
 
-
 _TERM_BITS = 32
 
 

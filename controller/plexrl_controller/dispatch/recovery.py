@@ -8,7 +8,7 @@ from plexrl import wire
 from plexrl.v1 import worker_pb2
 from plexrl_controller.dispatch.cascade import give_up_state, lose_model_state
 from plexrl_controller.dispatch.core import Core, log
-from plexrl_controller.dispatch.ledger import Batch, Ledger
+from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.orders import ReplayOrder
 from plexrl_controller.dispatch.replay_log import Recovery, Replay, RestorePoint, Source
 from plexrl_controller.dispatch.restore import replays_after, restore_points
@@ -18,7 +18,6 @@ from plexrl_controller.domain.records import Call, Event, Model, Payload, Worker
 from plexrl_controller.domain.states import CallReason, CallState, ModelState
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.scheduling.views import ReadyCall
 
 MAX_RETRIES = 20
 """A recovery whose replays did not begin this often starts over from its copy."""
@@ -87,23 +86,6 @@ def not_restored(core: Core, batch: Batch, model: Model, error: wire.ErrorInfo) 
                     batch.update(snapshot, committed=False)
     lose_model_state(batch, model, f"{point} cannot be used ({text})")
     return True
-
-
-def ready_replays(ledger: Ledger, model: Model, limit: int) -> tuple[ReadyCall, ...]:
-    """Calls to execute again that the worker may be given now, in order."""
-    recovery = ledger.recoveries.get(model.model_id)
-    if recovery is None:
-        return ()
-    return tuple(
-        ReadyCall(r.call.call_id, model.model_id, r.call.kind, recovery.started, after_sequence=r.after)
-        for r in recovery.due[:limit]
-    )
-
-
-def replays_in_flight(ledger: Ledger, model: Model) -> int:
-    """Replays that the model's worker has been given and not answered for."""
-    recovery = ledger.recoveries.get(model.model_id)
-    return len(recovery.in_flight) if recovery is not None else 0
 
 
 async def give_replays(core: Core, model: Model, count: int, worker: Worker) -> list[worker_pb2.Order]:
@@ -177,7 +159,9 @@ def _replay_failed(
         else:
             lose_model_state(batch, model, f"executing call {replay.call.sequence} again: {text}")
     elif error.reason not in _NOT_BEGUN | _STALE | {"SEQUENCE_MISMATCH"}:
-        give_up_state(batch, model, f"call {replay.call.sequence} succeeded once, and failed when executed again: {text}")
+        give_up_state(
+            batch, model, f"call {replay.call.sequence} succeeded once, and failed when executed again: {text}"
+        )
 
 
 def _compare(
@@ -240,8 +224,8 @@ def _recovered(core: Core, batch: Batch, model: Model, recovery: Recovery) -> No
     seconds = batch.now - recovery.started
     replayed = len(recovery.replays or ())
     log.info(
-        "model_recovered", model=model.model_id, copy=str(recovery.point), replayed=replayed, diverged=recovery.diverged,
-        seconds=round(seconds, 3),
+        "model_recovered", model=model.model_id, copy=str(recovery.point), replayed=replayed,
+        diverged=recovery.diverged, seconds=round(seconds, 3),
     )  # fmt: skip
     for volatile in (core.ledger.recoveries, core.ledger.host_images, core.ledger.misfits):
         volatile.pop(model.model_id, None)
@@ -250,17 +234,6 @@ def _recovered(core: Core, batch: Batch, model: Model, recovery: Recovery) -> No
     if recovery.diverged:
         message = f"{recovery.diverged} of {replayed} calls gave another result when executed again (REPLAY_DIVERGED)"
     batch.transition(model, ModelEvent.DEPLOYED, message=message)
-
-
-def progress(ledger: Ledger, model: Model) -> str:
-    """How far a recovery is, in a few words; empty when there is nothing to say."""
-    recovery = ledger.recoveries.get(model.model_id)
-    if recovery is None or recovery.replays is None:
-        return ""
-    left_s = ledger.log(model.model_id).busy_s_after(
-        recovery.replays[recovery.position - 1].call.sequence if recovery.position else recovery.point.sequence
-    )
-    return f"{recovery.position} of {len(recovery.replays)} calls executed again, about {left_s:.1f} s left"
 
 
 def _worker_of(model: Model) -> WorkerId:

@@ -2,20 +2,19 @@
 
 The log: succeeded calls that changed its state and whose arguments are kept, so that they can run again.
 
-A call is in the log exactly while its record says so (`is_logged`): nothing beside the records has to be remembered, and
-a restart finds the same log. Pure bookkeeping.
+A call is in the log exactly while its record says so (`is_logged`): nothing beside the records has to be remembered,
+and a restart finds the same log. Pure bookkeeping.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallKind, CallState
 
-REPLAYED = frozenset(
-    {CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.SYNC_WEIGHTS, CallKind.LOAD_CHECKPOINT}
-)
+REPLAYED = frozenset({CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.SYNC_WEIGHTS, CallKind.LOAD_CHECKPOINT})
 """What changes the state of a model. Other sequenced calls leave no trace in it and are never executed again."""
 
 
@@ -150,3 +149,34 @@ class Recovery:
             self.stalled, self.retries = True, self.retries + 1
         if not self.in_flight:
             self.stalled = False
+
+
+@dataclass
+class SnapshotOfModel:
+    """Volatile: the snapshot of a model that is being written, and how the last tries went."""
+
+    worker_id: WorkerId | None = None
+    incarnation: int = 0
+    failures: int = 0
+    not_before: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPolicy:
+    """How much a death may cost, and how much room that may take. The operator's settings."""
+
+    replay_s: float = 30.0
+    """A snapshot is due when executing again what came after the newest copy would take this long."""
+    log_bytes: int = 256 * 2**20
+    """Arguments that are kept per model: half of it since the newest copy makes a snapshot due. Never a reason to
+    refuse work before `max_log_bytes`."""
+    log_calls: int = 2048
+    """Calls since the newest copy that make a snapshot due."""
+    snapshots_kept: int = 2
+    """Newest snapshots of a model that are kept: the second serves when the first is damaged."""
+
+    @property
+    def max_log_bytes(self) -> int:
+        """What a model's log may hold when no snapshot can be written: beyond it new work is refused."""
+        return 4 * self.log_bytes

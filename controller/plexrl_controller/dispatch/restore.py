@@ -1,7 +1,7 @@
 """What a model's state can be rebuilt from, and how much of the log that leaves to execute again. Pure over the ledger.
 
-Every copy of a whole state is a restore point: a snapshot, a checkpoint, the base, what a worker's host tier still holds.
-The log reaches back to the second newest of those that are on disk, so that a damaged one costs time and nothing else.
+Every copy of a whole state is a restore point: a snapshot, a checkpoint, the base, what a worker's host tier still
+holds. The log reaches back to the second newest of those that are on disk, so that a damaged one costs time and nothing else.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ def restore_points(ledger: Ledger, model: Model, *, on_disk: bool = False) -> Se
     ]
     image = ledger.host_images.get(model.model_id)
     worker = ledger.workers.get(image.worker_id) if image is not None else None
-    if not on_disk and image is not None and worker is not None and worker.worker_id == model.worker_id:
-        if image.incarnation == worker.incarnation:
-            found.append(RestorePoint(Source.HOST_IMAGE, image.sequence, image.weights_version))
+    if not on_disk and image is not None and worker is not None:
+        same_life = (model.worker_id, worker.incarnation) == (image.worker_id, image.incarnation)
+        found += [RestorePoint(Source.HOST_IMAGE, image.sequence, image.weights_version)] if same_life else []
     # A copy above what is known to be applied has the effect of a call whose outcome nobody has heard: it would be
     # executed once more.
     usable = [

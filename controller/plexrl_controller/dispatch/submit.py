@@ -5,13 +5,14 @@ Works on records and parsed specs; what a spec may contain is `api/validation`'s
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import end
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.dispatch.replay_log import is_logged
 from plexrl_controller.domain.errors import (
     AlreadyExists,
     ControllerError,
@@ -122,8 +123,10 @@ async def acknowledge(core: Core, job: Job, call_ids: Sequence[str]) -> None:
         call = core.ledger.calls.get(CallId(call_id))
         if call is None or call.job_id != job.job_id or call.state not in call_lifecycle.TERMINAL:
             continue
-        batch.update(call, acknowledged=True, spec=None, result=None)
-        done.append(call)
+        # The arguments of what may have to be executed again stay until a snapshot covers it.
+        kept = call.spec if is_logged(call) else None
+        batch.update(call, acknowledged=True, spec=kept, result=None)
+        done.append(call if kept is None else replace(call, spec=None))
     for call in done:
         core.ledger.forget_call(call)
     await core.commit(batch)
