@@ -1,0 +1,109 @@
+"""Small closed systems whose answer is known: the bounds' and the queueing theory's other side.
+
+A group with a fixed set of jobs for ever, with the discipline asked for. Used by tables T2, T4, T6 and the checks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plexrl_controller.simulation.bounds import Work
+from plexrl_controller.simulation.engine import Process, Simulation
+from plexrl_controller.simulation.pools import GENERATE, TRAIN, Discipline, Mode, Resident, SharedGroup, State, Totals
+from plexrl_controller.simulation.processes import Execution, Form, launch
+from plexrl_controller.simulation.workload import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What happened on one group."""
+
+    ends_s: tuple[tuple[float, ...], ...]
+    """End of each iteration, by job."""
+    spent_s: dict[Mode, float]
+    waits_s: tuple[float, ...]
+    events: int
+
+    def slowdown(self, job: int, iteration_s: Sequence[float], warm_up: int = 0) -> float:
+        """Actual over ideal time of the job's iterations after the warm-up."""
+        ends = self.ends_s[job]
+        began = ends[warm_up - 1] if warm_up else 0.0
+        return (ends[-1] - began) / sum(iteration_s[warm_up : len(ends)])
+
+
+def share(
+    jobs: Sequence[Sequence[Sequence[Work]]],
+    discipline: Discipline,
+    *,
+    swap_s: float = 0.0,
+    fits: bool = True,
+    hints: Callable[[float], float | None] = lambda stall_s: None,
+    until_s: float = float("inf"),
+    kinds: tuple[int, ...] = (),
+) -> Shared:
+    """Runs jobs, each a sequence of iterations, each a sequence of stretches, on one group.
+
+    `fits`: all states fit the device together, so that only the first load is paid; otherwise one at a time.
+    `hints` is what a job says of a stall. With `until_s` iterations that end later are cut off. The last stretch of an
+    iteration is its training.
+    """
+    simulation, totals = Simulation(), Totals([], [])
+    group = SharedGroup(simulation, totals, "shared", 1, discipline, float("inf") if fits else 1.5)
+    ends: list[list[float]] = [[] for _ in jobs]
+    for index, iterations in enumerate(jobs):
+        name = f"job{index:03d}"
+        state = State(f"{name}/model", 1.0, swap_s)
+        # One state serves both sides: a colocated model.
+        resident = group.join(index, name, state, None)
+        resident.train = state
+        if fits:
+            state.on_device = True
+        simulation.start(_run(simulation, resident, iterations, ends[index], hints))
+    simulation.run(until_s)
+    group.close()
+    return Shared(tuple(tuple(e) for e in ends), group.spent_s, tuple(totals.waits_s), simulation.events)
+
+
+def share_two_pools(
+    jobs: Sequence[Job],
+    form: Form,
+    discipline: Callable[[], Discipline],
+    share_rollout: bool,
+    until_s: float = float("inf"),
+) -> tuple[list[Execution], list[SharedGroup]]:
+    """Runs split jobs on a training group and, shared too or one each, rollout groups. States fit the devices."""
+    simulation, totals = Simulation(), Totals([], [])
+    train = SharedGroup(simulation, totals, "train", form.train_gpus, discipline())
+    groups = [train]
+    executions = []
+    for job in jobs:
+        if not share_rollout or len(groups) == 1:
+            groups.append(SharedGroup(simulation, totals, "rollout", form.rollout_gpus, discipline()))
+        residents = []
+        for group in (groups[-1], train):
+            state = State(f"{job.name}/{group.name}", 1.0, 0.0)
+            rollout = group is not train
+            residents.append(group.join(job.index, job.name, state if rollout else None, None if rollout else state))
+        executions.append(Execution(job, form, tuple(residents), 0.0))
+    for execution in executions:
+        launch(simulation, execution, lambda _: None, None)
+    simulation.run(until_s)
+    for group in groups:
+        group.close()
+    return executions, groups
+
+
+def _run(
+    simulation: Simulation,
+    resident: Resident,
+    iterations: Sequence[Sequence[Work]],
+    ends: list[float],
+    hints: Callable[[float], float | None],
+) -> Process:
+    for stretches in iterations:
+        last = len(stretches) - 1
+        for n, work in enumerate(stretches):
+            final = n == last
+            yield resident.run(TRAIN if final else GENERATE, work.busy_s, mid_phase=n < last - 1, ends_iteration=final)
+            if work.stall_s > 0.0:
+                yield resident.stall(work.stall_s, hints(work.stall_s))
+        ends.append(simulation.now)
