@@ -52,6 +52,8 @@ def restored(core: Core, batch: Batch, model: Model, built: worker_pb2.DeployedM
     stands_at = max(built.applied_sequence, recovery.point.sequence)
     recovery.replays = replays_after(core.ledger, model, stands_at)
     if recovery.replays:
+        # The copy is there: it is not ordered again in this life of the worker.
+        core.ledger.deploying[model.model_id] = recovery.incarnation
         log.info("replay_begins", model=model.model_id, after=stands_at, calls=len(recovery.replays))
         core.wake(_worker_of(model))
     else:

@@ -1,7 +1,7 @@
 """What a model's state can be rebuilt from, and how much of the log that leaves to execute again. Pure over the ledger.
 
 Every copy of a whole state is a restore point: a snapshot, a checkpoint, the base, what a worker's host tier still
-holds. The log reaches back to the second newest of those that are on disk, so that a damaged one costs time and nothing else.
+holds. The log reaches back to the second newest of those on disk, so that a damaged one costs time and nothing else.
 """
 
 from collections.abc import Sequence
