@@ -60,6 +60,8 @@ class WorkerDouble:
         self.executed: list[str] = []
         """Call ids in the order in which their effect happened."""
         self.swaps = 0
+        self.drift = 0.0
+        """Added to every loss: what another machine type would do."""
         self.nonce = 1
         self.clock_ns = 1_000_000_000
         self.fail_next: dict[str, tuple[int, str]] = {}
@@ -83,6 +85,15 @@ class WorkerDouble:
         self.outcomes.clear()
         self.nonce += 1
 
+    def synchronize(self, worker: Worker, *, stopping: bool = False) -> registry_pb2.SynchronizeRequest:
+        """What Synchronize says."""
+        return registry_pb2.SynchronizeRequest(
+            worker_id=worker.worker_id,
+            worker_incarnation=worker.incarnation,
+            deployments=[self._deployment(m) for m in self.models],
+            stopping=stopping,
+        )
+
     def status(self) -> worker_pb2.WorkerStatus:
         """What GetStatus answers."""
         return worker_pb2.WorkerStatus(deployments=[self._deployment(m) for m in self.models])
@@ -103,7 +114,8 @@ class WorkerDouble:
             case "deploy":
                 deploy = order.deploy
                 report.finished.CopyFrom(self._deploy(deploy))
-                report.deployments.append(self._deployment(deploy.model_id))
+                if deploy.model_id in self.models:
+                    report.deployments.append(self._deployment(deploy.model_id))
             case "snapshot":
                 report.finished.CopyFrom(self._snapshot(order.snapshot))
             case "expire_snapshots":
@@ -135,6 +147,8 @@ class WorkerDouble:
                     return _failed(code_pb2.DATA_LOSS, "CHECKPOINT_CORRUPT")
                 held.state, held.version = written.state, written.version
             elif deploy.checkpoint_id:
+                if deploy.checkpoint_id not in self.saved:
+                    return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
                 held.state = self.saved[deploy.checkpoint_id]
             self.models[deploy.model_id] = held
         built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=held.applied)
@@ -158,7 +172,8 @@ class WorkerDouble:
 
     def _swap(self, swap: worker_pb2.SwapWeightsOrder, report: worker_pb2.Report) -> None:
         for model_id in swap.evict_model_ids:
-            self.models[model_id].on_device = False
+            if model_id in self.models:
+                self.models[model_id].on_device = False
         resident = sum(STATE_BYTES for m in self.models.values() if m.on_device)
         if swap.load_model_id and resident + STATE_BYTES > self.capabilities.device_state_bytes:
             report.finished.error.CopyFrom(_status(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"))
@@ -215,7 +230,10 @@ class WorkerDouble:
             self.saved[run.new_checkpoint_id] = model.state
         if function in ("sync_weights", "load_checkpoint"):
             model.version = run.sequence
-        return worker_pb2.OrderFinished(result=_result(run, function, model))
+        result = _result(run, function, model)
+        if function == "forward_backward":
+            result.forward_backward.loss = len(model.state) + self.drift
+        return worker_pb2.OrderFinished(result=result)
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models[model_id]

@@ -4,6 +4,8 @@ Replays go through the group's cycle like any work of the job; their results are
 delivered to nobody. The model is PLACED when the last has run. What copies there are is `restore`'s business.
 """
 
+from collections.abc import Sequence
+
 from plexrl import wire
 from plexrl.v1 import worker_pb2
 from plexrl_controller.dispatch.cascade import give_up_state, lose_model_state
@@ -12,12 +14,12 @@ from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.orders import ReplayOrder
 from plexrl_controller.dispatch.replay_log import Recovery, Replay, RestorePoint, Source
 from plexrl_controller.dispatch.restore import replays_after, restore_points
-from plexrl_controller.domain.errors import ControllerError
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Call, Event, Model, Payload, Worker
-from plexrl_controller.domain.states import CallReason, CallState, ModelState
+from plexrl_controller.domain.states import CallReason, CallState
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.scheduling.views import ReadyCall
 
 MAX_RETRIES = 20
 """A recovery whose replays did not begin this often starts over from its copy."""
@@ -90,28 +92,17 @@ def not_restored(core: Core, batch: Batch, model: Model, error: wire.ErrorInfo) 
     return True
 
 
-async def give_replays(core: Core, model: Model, count: int, worker: Worker) -> list[worker_pb2.Order]:
-    """Orders for the next `count` replays. A call whose arguments are gone ends the recovery."""
-    recovery = core.ledger.recoveries.get(model.model_id)
+def replay_orders(core: Core, model: Model, calls: Sequence[ReadyCall], worker: Worker) -> list[worker_pb2.Order]:
+    """Orders for replays that are due, whose arguments are in memory."""
+    recovery = core.ledger.recoveries[model.model_id]
+    assert recovery.replays is not None
+    places = {replay.call.call_id: place for place, replay in enumerate(recovery.replays)}
     orders: list[worker_pb2.Order] = []
-    for replay in list(recovery.due[:count]) if recovery is not None else ():
-        assert recovery is not None
-        assert recovery.replays is not None
-        try:
-            spec = await core.spec(replay.call)
-        except ControllerError as error:
-            batch = core.batch()
-            present = core.ledger.models[model.model_id]
-            if present.state is ModelState.RECOVERING:
-                give_up_state(batch, present, f"the arguments of call {replay.call.sequence} are gone: {error.message}")
-            await core.commit(batch)
-            return []
-        if core.ledger.recoveries.get(model.model_id) is not recovery:
-            return []
-        place = recovery.replays.index(replay)
+    for ready in calls:
+        place = places[ready.call_id]
         recovery.in_flight.add(place)
-        orders.append(core.orders.replay(model, replay, place, spec, worker.incarnation))
-        core.ledger.specs.pop(replay.call.call_id, None)
+        spec = core.ledger.specs.pop(ready.call_id)
+        orders.append(core.orders.replay(model, recovery.replays[place], place, spec, worker.incarnation))
     return orders
 
 

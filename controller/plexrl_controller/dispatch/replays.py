@@ -1,7 +1,8 @@
 """Where the replays of a recovering model stand, for the cycle and for people. Pure functions of the ledger."""
 
 from plexrl_controller.dispatch.ledger import Ledger
-from plexrl_controller.domain.records import Model
+from plexrl_controller.domain.ids import CallId, ModelId
+from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.scheduling.views import ReadyCall
 
 
@@ -14,6 +15,13 @@ def ready_replays(ledger: Ledger, model: Model, limit: int) -> tuple[ReadyCall, 
         ReadyCall(r.call.call_id, model.model_id, r.call.kind, recovery.started, after_sequence=r.after)
         for r in recovery.due[:limit]
     )
+
+
+def replayed_call(ledger: Ledger, model_id: ModelId, call_id: CallId) -> Call | None:
+    """The record of a call that the model's recovery executes again."""
+    recovery = ledger.recoveries.get(model_id)
+    replays = recovery.replays or () if recovery is not None else ()
+    return next((replay.call for replay in replays if replay.call.call_id == call_id), None)
 
 
 def replays_in_flight(ledger: Ledger, model: Model) -> int:

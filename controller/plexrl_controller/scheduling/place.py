@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import inf
 
 from plexrl_controller.domain.ids import GroupId, JobId, ModelId, Tenant, WorkerId
 from plexrl_controller.scheduling.policy import Policy, Strategy
@@ -296,10 +297,14 @@ class _Search:
         return all(m.demand is not None for m in group.members)
 
     def _predict(self, group: PlacedGroupView) -> Prediction:
+        return self._expect(self._demands(group), swapping=swaps(group, self._wanted.state_bytes))
+
+    def _expect(self, demands: Sequence[Demand], *, swapping: bool) -> Prediction:
         return predict(
-            self._demands(group),
-            swapping=swaps(group, self._wanted.state_bytes),
+            demands,
+            swapping=swapping,
             correct_variation=self._policy.correct_variation,
+            chunk_s=self._policy.chunk_s if self._policy.chunking else inf,
         )
 
     def _demands(self, group: PlacedGroupView) -> list[Demand]:
@@ -319,7 +324,7 @@ class _Search:
             if total > targets[index] - self._policy.slowdown_margin:
                 who = f"member {group.members[index].job_id}" if index < len(group.members) else "the job"
                 return Blocker.SLOWDOWN, f"{who} would run {total:.2f} times slower, its target is {targets[index]:g}"
-        before = predict(demands[:-1], swapping=swaps(group, 0), correct_variation=self._policy.correct_variation).work
+        before = self._expect(demands[:-1], swapping=swaps(group, 0)).work
         if prediction.work < before + self._policy.min_gain:
             return (
                 Blocker.SWAPS,
