@@ -93,6 +93,19 @@ def snapshot_ended(core: Core, batch: Batch, ordered: Snapshot, finished: worker
     )  # fmt: skip
 
 
+def may_stop(core: Core, worker_id: WorkerId) -> bool:
+    """Whether a worker that was asked to stop has run its calls and saved its models, as far as it can."""
+    ledger = core.ledger
+    if not ledger.groups[worker_id].stopping or ledger.calls_on_worker[worker_id]:
+        return False
+    under_way = [
+        model_id
+        for model_id in ledger.models_of_worker[worker_id]
+        if (state := ledger.snapshotting.get(model_id)) is not None and state.worker_id == worker_id
+    ]
+    return not under_way and not being_saved(core, worker_id)
+
+
 def being_saved(core: Core, worker_id: WorkerId) -> list[ModelId]:
     """Models of a worker that is stopping whose newest state is not on disk, and may be soon."""
     return [
