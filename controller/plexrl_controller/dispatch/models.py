@@ -24,6 +24,7 @@ from plexrl_controller.domain.states import CallReason, CallState, JobState, Mod
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.views import Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,14 @@ def choose_worker(
     Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
     """
     request = PlacementRequest(
-        architecture=architecture_of(base),
-        catalogue=base.catalogue or None,
-        require=dict(affinity.require),
-        colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
-        avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         groups=(GroupRequest(state_bytes=state_bytes),),
+        requirements=Requirements(
+            architecture=architecture_of(base),
+            catalogue=base.catalogue or None,
+            labels=dict(affinity.require),
+            colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
+            avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
+        ),
     )
     view = cluster_view(core.ledger)
     taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
