@@ -135,10 +135,10 @@ class Demand:
     """Squared coefficient of variation of one visit's work and stall: 1 for exponential, 0 for clockwork."""
     slack_s: float = 0.0
     """Waiting per iteration that delays nothing, because the job's other side is still at work (asynchronous jobs)."""
-    slack_variation: float = 0.0
-    """Squared coefficient of variation of the slack."""
     round_trip_s: float = 0.0
     """What giving the group away and coming back costs, when the device cannot hold it beside the others."""
+    slack_variation: float = 0.0
+    """Squared coefficient of variation of the slack."""
 
     @property
     def busy_share(self) -> float:
