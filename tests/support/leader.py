@@ -13,6 +13,7 @@ from plexrl_controller.dispatch import jobs, models
 from plexrl_controller.dispatch.clock import Clock
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
 from plexrl_controller.domain.records import Job, Model
@@ -114,11 +115,12 @@ async def running_leader(
     clock: ManualClock | None = None,
     policy: Policy | None = None,
     payloads: MemoryPayloadStore | None = None,
+    recovery_policy: RecoveryPolicy | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
     worker, clock = worker or WorkerDouble(), clock or ManualClock()
     transport = TransportDouble(worker)
-    core, dispatcher = await start_leader(store or MemoryStore(), transport, clock, policy, payloads)
+    core, dispatcher = await start_leader(store or MemoryStore(), transport, clock, policy, payloads, recovery_policy)
     token = _current.set(Identity(Role.TENANT, TENANT))
     try:
         yield Leader(core, dispatcher, transport, worker, clock, CallService(core))
@@ -136,6 +138,7 @@ async def start_leader(
     clock: Clock,
     policy: Policy | None = None,
     payloads: PayloadStore | None = None,
+    recovery_policy: RecoveryPolicy | None = None,
     on_made: Callable[[Dispatcher], None] = lambda _: None,
 ) -> tuple[Core, Dispatcher]:
     """The parts of a leader, put together and started the way the server does it; `on_made` comes before the start."""
@@ -148,6 +151,7 @@ async def start_leader(
         clock=clock,
         term=term,
         policy=policy or Policy(),
+        recovery_policy=recovery_policy,
         new_id=_ids(term),
     )
     dispatcher = Dispatcher(core)

@@ -14,6 +14,7 @@ from plexrl_controller.api.models import ModelService
 from plexrl_controller.api.status import normalize
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import ReportHandler
 from plexrl_controller.domain.errors import LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import Tenant, WorkerId
@@ -62,7 +63,7 @@ class ControllerLife:
         self.core: Core
         self.services: dict[str, Any] = {}
 
-    async def start(self, payloads: MemoryPayloadStore) -> None:
+    async def start(self, payloads: MemoryPayloadStore, recovery: RecoveryPolicy) -> None:
         """Takes leadership and serves. Everything of this life runs in its context, so that it can be killed whole."""
         LIFE.set(self)
         core, dispatcher = await start_leader(
@@ -70,6 +71,7 @@ class ControllerLife:
             self.transport,
             LoopClock(),
             payloads=payloads,
+            recovery_policy=recovery,
             on_made=self.transport.use,
         )
         self.core, self.transport.term = core, core.term

@@ -146,7 +146,9 @@ class Truth:
         if number is None:
             return
         made: Made = self.shared.made[number]
-        if (made.call_id, made.attempt) != (call.call_id, call.attempt):
+        # A replay says what the execution said whose outcome nobody had heard.
+        attempts = range(call.attempt + 1) if number in self.shared.replayed else [call.attempt]
+        if made.call_id != call.call_id or made.attempt not in attempts:
             self.blame(f"{request.name}, attempt {call.attempt}, has the result of {made}")
 
     # After the end.

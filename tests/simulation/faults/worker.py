@@ -55,6 +55,15 @@ class State:
                 return self
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A whole state at a moment."""
+
+    state: State
+    version: int
+    applied: int
+
+
 @dataclass
 class Deployed:
     """A model here: its state, where it is, and the copy that would survive the engine."""
@@ -63,10 +72,18 @@ class Deployed:
     state: State
     version: int
     applied: int
-    parked: State | None = None
-    """The host tier's copy while it is whole; None once the device's is newer."""
+    image: Copy
+    """What the host tier holds."""
+    clean: bool = True
+    """The host tier's copy is not older than the device's."""
     on_device: bool = False
     lost: bool = False
+
+    def park(self) -> None:
+        """Leaves the device."""
+        if self.on_device:
+            self.on_device, self.clean = False, True
+            self.image = Copy(self.state, self.version, self.applied)
 
 
 @dataclass
@@ -93,10 +110,15 @@ class Made:
 
 @dataclass
 class Shared:
-    """What outlives every process: the checkpoint directory, and the log of executions."""
+    """What outlives every process: the directories of checkpoints and snapshots, and the log of executions."""
 
     checkpoints: dict[str, tuple[str, int, State]] = field(default_factory=dict)
+    snapshots: dict[str, tuple[str, Copy]] = field(default_factory=dict)
+    """By id: the manifest's hash and what is inside."""
     made: list[Made] = field(default_factory=list)
+    last: dict[str, int] = field(default_factory=dict)
+    """By call: its last execution. A replay is the same computation, and says the same."""
+    replayed: set[int] = field(default_factory=set)
 
 
 class Refused(Exception):
@@ -244,6 +266,8 @@ class WorkerProcess:
                 losses=list(range(1, 6)),  # type: ignore[arg-type]
                 device_state_bytes=STATE_BYTES * self.device_models,
                 host_state_bytes=1 << 30,
+                machine_type="simulated",
+                checkpoint_store_id="shared",
             ),
             life_nonce=self.nonce,
             version="0",
@@ -352,6 +376,9 @@ class WorkerProcess:
             weights_version=held.version,
             applied_sequence=held.applied,
             state_lost=held.lost,
+            host_image=held.lost,
+            host_image_sequence=held.image.applied if held.lost else 0,
+            host_image_weights_version=held.image.version if held.lost else 0,
         )
 
     # The device.
@@ -383,24 +410,64 @@ class WorkerProcess:
                 return worker_pb2.OrderFinished(), [order.drop.model_id]
             case "swap_weights":
                 return self._swap(order.swap_weights)
+            case "snapshot":
+                return self._snapshot(order.snapshot), []
+            case "expire_snapshots":
+                for snapshot_id in order.expire_snapshots.snapshot_ids:
+                    self.shared.snapshots.pop(snapshot_id, None)
+                return worker_pb2.OrderFinished(), []
             case _:
                 return worker_pb2.OrderFinished(), []
 
     def _deploy(self, deploy: worker_pb2.DeployOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
-        done = worker_pb2.OrderFinished(
-            deployed=worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, has_tokenizer=False)
-        )
         present = self.models.get(deploy.model_id)
-        if present is not None and present.order == deploy and not present.lost:
-            return done, [deploy.model_id]
+        if present is None or present.order != deploy or present.lost:
+            copy = self._copy_for(deploy, present)
+            if isinstance(copy, str):
+                return _failed(code_pb2.DATA_LOSS, copy), []
+            held = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
+            self.models[deploy.model_id] = present = held
+        built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=present.applied)
+        return worker_pb2.OrderFinished(deployed=built), [deploy.model_id]
+
+    def _copy_for(self, deploy: worker_pb2.DeployOrder, present: Deployed | None) -> Copy | str:
+        """What a deploy restores, or the reason why it cannot."""
+        version, applied = deploy.weights_version, deploy.applied_sequence
+        if deploy.HasField("snapshot"):
+            manifest, copy = self.shared.snapshots.get(deploy.snapshot.snapshot_id, ("", None))
+            if copy is None:
+                return "CHECKPOINT_NOT_FOUND"
+            return copy if manifest == deploy.snapshot.manifest_sha256 else "CHECKPOINT_CORRUPT"
+        if deploy.from_host_image:
+            if present is None or present.image.applied != deploy.host_image_sequence:
+                return "STATE_LOST"
+            return present.image
         if deploy.checkpoint_id:
-            state = self.shared.checkpoints[deploy.checkpoint_id][2]
-        else:
-            state = State.base(deploy.base.init.seed)
-        self.models[deploy.model_id] = Deployed(
-            deploy, state, deploy.weights_version, deploy.applied_sequence, parked=state
+            if deploy.checkpoint_id not in self.shared.checkpoints:
+                return "CHECKPOINT_NOT_FOUND"
+            return Copy(self.shared.checkpoints[deploy.checkpoint_id][2], version, applied)
+        return Copy(State.base(deploy.base.init.seed), version, applied)
+
+    def _snapshot(self, order: worker_pb2.SnapshotOrder) -> worker_pb2.OrderFinished:
+        held = self.models.get(order.model_id)
+        if held is None or held.lost:
+            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED" if held is None else "STATE_LOST")
+        if self.rng.random() < self.failures:
+            return _failed(code_pb2.RESOURCE_EXHAUSTED, "STORAGE_FAILED")
+        manifest = f"{digest(order.snapshot_id, held.state, held.applied):064x}"
+        self.shared.snapshots[order.snapshot_id] = manifest, Copy(held.state, held.version, held.applied)
+        self.note(self.name, "snapshot of", order.model_id[-4:], "at", held.applied)
+        written = worker_pb2.WrittenSnapshot(
+            snapshot_id=order.snapshot_id,
+            sequence=held.applied,
+            step=held.state.step,
+            weights_version=held.version,
+            size_bytes=STATE_BYTES,
+            manifest_sha256=manifest,
+            device_s=0.001,
+            write_s=0.01,
         )
-        return done, [deploy.model_id]
+        return worker_pb2.OrderFinished(snapshot=written)
 
     def _swap(self, swap: worker_pb2.SwapWeightsOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
         for model_id in swap.evict_model_ids:
@@ -418,19 +485,14 @@ class WorkerProcess:
         return worker_pb2.OrderFinished(), list(self.models)
 
     def _park(self, model_id: str) -> None:
-        held = self.models.get(model_id)
-        if held is not None and held.on_device:
-            held.on_device, held.parked = False, held.state
+        if (held := self.models.get(model_id)) is not None:
+            held.park()
 
     def _engine_gone(self) -> set[str]:
         touched = {model_id for model_id, held in self.models.items() if held.on_device}
         for model_id in touched:
             held = self.models[model_id]
-            held.on_device = False
-            if held.parked is None:
-                held.lost = True
-            else:
-                held.state = held.parked
+            held.on_device, held.lost = False, not held.clean
         return touched
 
     async def _run_call(self, order: worker_pb2.Order, execution: Execution) -> None:
@@ -473,7 +535,7 @@ class WorkerProcess:
             if run.weights_version != held.version:
                 return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
         elif run.sequence <= held.applied or not (run.after_sequence == held.applied or held.lost):
-            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH")
+            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
             return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
         return None
@@ -481,9 +543,9 @@ class WorkerProcess:
     def _apply(self, run: worker_pb2.RunCallOrder) -> types_pb2.CallResult:
         """Executes: everything or nothing. The result carries the state's digest and the number of this execution."""
         held, function = self.models[run.model_id], run.spec.WhichOneof("function") or ""
-        number = len(self.shared.made)
-        self.shared.made.append(Made(run.call.call_id, run.call.attempt, self.name, self.incarnation))
-        self.note(self.name, "executes", function, run.sequence, f"{run.call.call_id[-4:]}/{run.call.attempt}")
+        number = self._number(run)
+        again = "again" if run.replay else ""
+        self.note(self.name, "executes", again, function, run.sequence, f"{run.call.call_id[-4:]}/{run.call.attempt}")
         before = held.state
         match function:
             case "save_checkpoint":
@@ -493,12 +555,21 @@ class WorkerProcess:
             case _:
                 held.state = held.state.after(function, run.spec)
         if run.sequence:
-            held.applied = run.sequence
+            held.applied = max(run.sequence, run.through_sequence)
         if function in ("sync_weights", "load_checkpoint"):
             held.version = run.sequence
         if held.state != before or function in ("sync_weights", "load_checkpoint"):
-            held.parked = None
+            held.clean = False
         return _result(run, function, held, number)
+
+    def _number(self, run: worker_pb2.RunCallOrder) -> int:
+        call = run.call
+        if run.replay and call.call_id in self.shared.last:
+            self.shared.replayed.add(self.shared.last[call.call_id])
+            return self.shared.last[call.call_id]
+        self.shared.last[call.call_id] = len(self.shared.made)
+        self.shared.made.append(Made(call.call_id, call.attempt, self.name, self.incarnation))
+        return self.shared.last[call.call_id]
 
     def _load(self, held: Deployed, run: worker_pb2.RunCallOrder) -> None:
         others = [m for m in self.models if self.models[m].on_device and m != run.model_id]
@@ -538,5 +609,6 @@ def _result(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number:
     return result
 
 
-def _failed(code: int, reason: str) -> worker_pb2.OrderFinished:
-    return worker_pb2.OrderFinished(error=wire.error_status(wire.ErrorInfo(code, reason, f"the worker says {reason}")))
+def _failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
+    info = wire.ErrorInfo(code, reason, f"the worker says {reason}", metadata)
+    return worker_pb2.OrderFinished(error=wire.error_status(info))

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from plexrl.v1 import call_pb2, job_pb2, model_pb2
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import CallId, ModelId, Tenant
 from plexrl_controller.payloads.memory import MemoryPayloadStore
@@ -95,6 +96,8 @@ class World:
             for i in range(chance.randint(1, 3))
         ]
         self.fault_count = chance.randint(0, 10) if plan.faults is None else min(plan.faults, chance.randint(0, 10))
+        # Mostly so that snapshots are due often: the default never is in so short a life.
+        self.recovery = chance.choice([RecoveryPolicy(), RecoveryPolicy(log_calls=2), RecoveryPolicy(log_calls=5)])
         self.loss = chance.choice([0.0, 0.02, 0.08])
         """Share of rpcs that are lost on their way, and of replies on theirs."""
         self.cuts: dict[str, Cut] = {}
@@ -260,7 +263,9 @@ class World:
         life = ControllerLife(len(self.lives) + 1, self.database, self, self.note)
         self.lives.append(life)
         # In a context of its own: everything that it starts is of this life.
-        starting = asyncio.get_running_loop().create_task(life.start(self.payloads), context=contextvars.copy_context())
+        starting = asyncio.get_running_loop().create_task(
+            life.start(self.payloads, self.recovery), context=contextvars.copy_context()
+        )
         done, _ = await asyncio.wait(
             {starting, asyncio.ensure_future(life.dead.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
@@ -376,6 +381,7 @@ class World:
             "client is cut off": 2,
             "commits fail": 3,
             "store stalls": 2,
+            "snapshots are damaged": 2,
         }
         kind = chance.choices(list(kinds), list(kinds.values()))[0]
         worker, client = chance.choice(self.workers), chance.choice(self.clients)
@@ -419,10 +425,18 @@ class World:
                 self.cuts[client.name] = Cut(now_s + for_s * 2)
             case "commits fail":
                 self.database.failures = [moment] * chance.randint(1, 4)
+            case "snapshots are damaged":
+                self._damage(chance)
             case "store stalls":
                 self.database.stalled_until_s = now_s + for_s
             case _:
                 raise AssertionError(kind)
+
+    def _damage(self, chance: random.Random) -> None:
+        """Flips bits in the newest snapshot of a model: its manifest is another then."""
+        if self.shared.snapshots:
+            snapshot_id = chance.choice(list(self.shared.snapshots))
+            self.shared.snapshots[snapshot_id] = "damaged", self.shared.snapshots[snapshot_id][1]
 
     async def _kill_controller(self, for_s: float) -> None:
         life = self._leader()
@@ -521,6 +535,9 @@ class World:
         for worker in self.workers:
             if left := set(worker.models):
                 self.blame(f"worker {worker.name} still holds {left} of jobs that are over")
+        for each in self.lives:
+            if diverged := getattr(each.core, "replay_divergences", 0):
+                self.blame(f"{diverged} replays gave another result than the first execution")
         if life.core.invariant_violations:
             self.blame(f"{life.core.invariant_violations} decisions broke an invariant")
 
