@@ -3,6 +3,7 @@
 Knows messages and tokens; knows nothing of waiting.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,28 +83,80 @@ class OpenAICompatible:
 
 
 class ThroughPlexRL:
-    """A model of a PlexRL job. ChatML, as SmolLM2 and many others are trained on."""
+    """A model of a PlexRL job. ChatML, as SmolLM2 and many others are trained on.
 
-    def __init__(self, model: plexrl.Model, *, max_tokens: int = 200, temperature: float = 0.0, seed: int = 0) -> None:
+    With `together` = n, n agents in n threads ask at a time and one `generate` answers them all; each says `leave` when
+    it asks no more.
+    """
+
+    def __init__(
+        self,
+        model: plexrl.Model,
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.0,
+        seed: int = 0,
+        together: int = 1,
+    ) -> None:
         self._model, self._max_tokens, self._temperature, self._seed = model, max_tokens, temperature, seed
         self._calls = 0
+        self._asking = together
+        self._turn = threading.Condition()
+        self._waiting: list[_Question] = []
 
     def complete(self, system: str, user: str, opening: str, stop: tuple[str, ...]) -> Reply:
+        """Raises what `generate` raises, in every thread that asked."""
         text = (
             f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
             f"<|im_start|>assistant\n{opening}"
         )
-        prompt = self._model.tokenize([text])[0]
+        question = _Question(text, (*stop, "<|im_end|>"))
+        with self._turn:
+            self._waiting.append(question)
+            self._answer_if_all_asked()
+            self._turn.wait_for(lambda: question.reply is not None or question.error is not None)
+        if question.error is not None:
+            raise question.error
+        assert question.reply is not None
+        return question.reply
+
+    def leave(self) -> None:
+        """One agent fewer asks."""
+        with self._turn:
+            self._asking -= 1
+            self._answer_if_all_asked()
+
+    def _answer_if_all_asked(self) -> None:
+        if not self._waiting or len(self._waiting) < self._asking:
+            return
+        questions, self._waiting = self._waiting, []
+        try:
+            self._answer(questions)
+        except errors.PlexRLError as error:
+            for question in questions:
+                question.error = error
+        self._turn.notify_all()
+
+    def _answer(self, questions: list["_Question"]) -> None:
+        prompts = self._model.tokenize([question.text for question in questions])
         self._calls += 1
-        completions = self._model.generate(
-            [prompt],
+        tokens = self._model.generate(
+            prompts,
             max_tokens=self._max_tokens,
             temperature=self._temperature,
-            stop=[*stop, "<|im_end|>"],
+            stop=sorted({mark for question in questions for mark in question.stop}),
             seed=self._seed + self._calls,
-        )
-        tokens = completions.token_ids[0]
-        answer = self._model.detokenize([tokens])[0]
-        for mark in (*stop, "<|im_end|>"):
-            answer = answer.partition(mark)[0]
-        return Reply(answer, len(prompt), len(tokens))
+        ).token_ids
+        texts = self._model.detokenize(tokens)
+        for question, prompt, text, made in zip(questions, prompts, texts, tokens, strict=True):
+            for mark in question.stop:
+                text = text.partition(mark)[0]
+            question.reply = Reply(text, len(prompt), len(made))
+
+
+@dataclass
+class _Question:
+    text: str
+    stop: tuple[str, ...]
+    reply: Reply | None = None
+    error: errors.PlexRLError | None = None
