@@ -1,7 +1,7 @@
 """`plexrl waiting llm`: does a history in its context teach a real language model to wait?
 
-A cluster of one worker serves SmolLM2-135M through `generate`; one life per seed and history block, all in lock step. The
-model is small: it is guided (see `LanguageModel`) and only its numbers are taken.
+A cluster of one worker serves SmolLM2-135M through `generate`; one life per seed and history block, all in lock step.
+The model is small: it is guided (see `LanguageModel`) and only its numbers are taken.
 """
 
 import json
