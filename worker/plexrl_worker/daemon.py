@@ -167,6 +167,7 @@ class WorkerDaemon:
             device_state_bytes=self.settings.device_state_bytes,
             host_state_bytes=self.settings.host_state_bytes,
             disk_state_bytes=self.settings.disk_state_bytes,
+            prefetch=True,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from plexrl.v1 import types_pb2, worker_pb2
+from plexrl_controller.dispatch.background import begin_moves
 from plexrl_controller.dispatch.cascade import fail
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch
@@ -52,6 +53,9 @@ class GroupCycle:
                 core.invariant_violations += 1
                 log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))
                 return None
+            if not isinstance(plan.action, Serve):
+                # After a Serve comes another decision, which sees its residency changes.
+                begin_moves(core, self._worker_id, plan.background)
             match plan.action:
                 case Yield():
                     raise AssertionError("the view says that calls cannot yield")
@@ -111,6 +115,7 @@ class GroupCycle:
         group.on_device.difference_update(decision.evict)
         if decision.load is not None:
             group.on_device.add(decision.load)
+            group.prefetched = None
         for ready in decision.calls:
             group.used_at[ready.model_id] = now
         batch.take(Effect.SEND_ORDER)

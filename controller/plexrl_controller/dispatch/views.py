@@ -39,6 +39,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 state_bytes=model.state_bytes,
                 on_device=model_id in group.on_device,
                 last_used=group.used_at.get(model_id, 0.0),
+                moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
             )
         )
@@ -64,6 +65,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         jobs=tuple(jobs),
         serving=group.serving,
         slice_start=group.slice_start,
+        background_moves=capabilities.prefetch,
     )
 
 
