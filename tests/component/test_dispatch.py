@@ -122,6 +122,20 @@ async def test_two_jobs_swap_on_a_device_that_holds_one() -> None:
         assert leader.core.invariant_violations == 0
 
 
+async def test_models_beyond_the_host_tier_go_where_a_disk_tier_takes_them() -> None:
+    double = WorkerDouble()
+    double.capabilities.host_state_bytes = 2 * STATE_BYTES
+    double.capabilities.disk_state_bytes = 4 * STATE_BYTES
+    async with running_leader(worker=double) as leader:
+        await leader.join()
+        job = await leader.job()
+        for number in range(5):
+            await leader.model(job, f"model-{number}")
+        with pytest.raises(FailedPrecondition) as refused:
+            await leader.model(job, "one-too-many")
+        assert refused.value.reason == "NO_FEASIBLE_WORKER"
+
+
 @pytest.mark.parametrize("offered", [True, False])
 async def test_the_next_jobs_model_is_prefetched_once_while_another_runs(offered: bool) -> None:
     """Only by a worker that offers it."""

@@ -90,7 +90,11 @@ def choose_worker(
         avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         groups=(GroupRequest(state_bytes=state_bytes),),
     )
-    match place(cluster_view(core.ledger), request, core.policy):
+    outcome = place(cluster_view(core.ledger), request, core.policy)
+    if isinstance(outcome, Refused):
+        # Nowhere in host memory: then where the least recently used states may lie on disk.
+        outcome = place(cluster_view(core.ledger, with_disk=True), request, core.policy)
+    match outcome:
         case Placed() as placed:
             return placed.worker_id
         case Refused(reason=reason, temporary=True):

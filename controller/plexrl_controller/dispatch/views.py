@@ -69,14 +69,16 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     )
 
 
-def cluster_view(ledger: Ledger) -> ClusterView:
-    """Every worker that is registered and not lost, each a group of one rank."""
-    return ClusterView(
-        tuple(_placed_group_view(ledger, w) for w in ledger.workers.values() if w.state is not WorkerState.LOST)
-    )
+def cluster_view(ledger: Ledger, *, with_disk: bool = False) -> ClusterView:
+    """Every worker that is registered and not lost, each a group of one rank.
+
+    with_disk: parked states may lie on disk as well as in host memory.
+    """
+    living = [worker for worker in ledger.workers.values() if worker.state is not WorkerState.LOST]
+    return ClusterView(tuple(_placed_group_view(ledger, worker, with_disk) for worker in living))
 
 
-def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
+def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
     members: dict[JobId, MemberView] = {}
     for model_id in ledger.models_of_worker[worker.worker_id]:
@@ -91,7 +93,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
         worker_ids=(worker.worker_id,),
         hardware=Hardware(
             device_state_bytes=capabilities.device_state_bytes,
-            host_state_bytes=capabilities.host_state_bytes,
+            host_state_bytes=max(capabilities.host_state_bytes, capabilities.disk_state_bytes if with_disk else 0),
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
