@@ -68,7 +68,7 @@ def settings_in(directory: Path, **changes: Any) -> WorkerSettings:
         engine="fake",
         engine_start_timeout_s=30.0,
         hang_timeout_s=30.0,
-        stop_grace_s=0.0,
+        stop_grace_s=5.0,
         tls=None,
     )
     return replace(settings, **changes)

@@ -216,6 +216,15 @@ class StateTiers:
         place.facts, place.parked = facts, parked
         self._wake.set()
 
+    def adopt(self, model_id: str, copy: DiskCopy) -> None:
+        """A model that was just admitted has its state on disk."""
+        place = self._touch(model_id)
+        place.disk, place.facts, place.parked = copy, copy.facts, copy.parked
+
+    def forget_file(self, model_id: str) -> None:
+        """Removes what an earlier life left on disk of a model that is not here."""
+        self._files.remove(model_id)
+
     def forget_state(self, model_id: str) -> None:
         """No parked copy of a model's state may be used any more; the model stays."""
         place = self._place(model_id)
