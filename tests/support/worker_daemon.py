@@ -135,8 +135,11 @@ def grpc_code(number: int) -> Any:
 class Orders:
     """The controller's end of an Execute stream: sends orders, gathers reports."""
 
-    def __init__(self, channel: aio.Channel, incarnation: int, leader_term: int = 1) -> None:
+    def __init__(
+        self, channel: aio.Channel, incarnation: int, leader_term: int = 1, limit_s: float = _ANSWER_LIMIT_S
+    ) -> None:
         self.incarnation = incarnation
+        self._limit_s = limit_s
         self.leader_term = leader_term
         self.reports: list[w.Report] = []
         self.ended = asyncio.Event()
@@ -168,7 +171,7 @@ class Orders:
 
     async def report(self, wanted: Callable[[w.Report], bool]) -> w.Report:
         """Waits for a report."""
-        async with asyncio.timeout(_ANSWER_LIMIT_S):
+        async with asyncio.timeout(self._limit_s):
             while True:
                 for report in self.reports:
                     if wanted(report):
