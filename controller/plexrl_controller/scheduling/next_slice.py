@@ -85,11 +85,11 @@ def _free(
     """No calls are in flight: whose turn is it?"""
     continues = serving is not None and _has_ready(serving)
     if serving is not None and continues:
-        if not waiting or (not starving and now - view.slice_start < policy.quantum_s):
+        if not waiting or (not starving and _keeps(view, serving, now, policy)):
             return _serve(view, serving, waiting, starving, policy), None
     elif not waiting:
         return Wait("no ready call"), None
-    elif serving is not None and not starving:
+    elif serving is not None and not starving and _keeps(view, serving, now, policy):
         # Never past the moment from which somebody starves.
         starves_at = min(waiting_since(job) for job in waiting) + policy.starvation_bound_s
         until = min(hold_until(serving, now, policy), starves_at)
@@ -119,7 +119,7 @@ def _running(
             again_at = now + policy.chunk_s
     if serving is None or not _has_ready(serving):
         return Wait("calls in flight"), again_at
-    if starving or (waiting and now - view.slice_start >= policy.quantum_s):
+    if starving or (waiting and not _keeps(view, serving, now, policy)):
         return Wait("quantum used, calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
     model = _model_of(serving)
@@ -148,6 +148,17 @@ def _work_s(job: JobView) -> float | None:
                 return None
             total += call.expected_s
     return total
+
+
+def _keeps(view: GroupView, serving: JobView, now: float, policy: Policy) -> bool:
+    """Whether the slice of the serving job goes on although others wait."""
+    match policy.hold:
+        case HoldRule.ITERATION if serving.mid_iteration:
+            return True
+        case HoldRule.PHASE if serving.mid_phase:
+            return True
+        case _:
+            return now - view.slice_start < max(policy.quantum_s, serving.round_trip_s / policy.max_swap_share)
 
 
 def _choose(

@@ -17,6 +17,9 @@ from plexrl_controller.scheduling.views import Demand
 REGULAR_SHARE = 0.4
 """Part of the exponential members' waiting that even clockwork members have, because their periods differ."""
 
+EXACT_LIMIT = 8
+SCHWEITZER_ROUNDS = 50
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -68,7 +71,7 @@ def mva(
     while all are alike, or while the server is shared evenly (`visit_s` left out). With `visit_s`, the work of one
     visit, members are served in order of arrival: each one that an arrival finds there costs it that one's work, cut to
     a chunk, or to its own work if that is longer. That is Reiser's approximation; it errs towards too much waiting.
-    Takes 2^n n^2 steps for n classes.
+    Takes 2^n n^2 steps for n classes; beyond 8, Schweitzer's approximation of the queues that an arrival finds.
 
     >>> [round(r, 3) for r in mva([1.0, 1.0], [1.0, 1.0])]
     [1.5, 1.5]
@@ -81,6 +84,8 @@ def mva(
             [own / visit * min(other, max(visit, chunk_s)) if visit > 0.0 else 0.0 for other in visit_s]
             for own, visit in zip(busy_s, visit_s, strict=True)
         ]
+    if count > EXACT_LIMIT:
+        return _schweitzer(busy_s, away_s, costs)
     queues: list[list[float]] = [[0.0] * count]
     for members in range(1, 1 << count):
         queue = [0.0] * count
@@ -91,6 +96,18 @@ def mva(
         queues.append(queue)
     everyone = (1 << count) - 1
     return [busy_s[j] + sum(map(mul, queues[everyone ^ 1 << j], costs[j])) for j in range(count)]
+
+
+def _schweitzer(busy_s: Sequence[float], away_s: Sequence[float], costs: Sequence[Sequence[float]]) -> list[float]:
+    """With one customer to a class, an arrival finds the others as they are on average, itself not among them."""
+    count = len(busy_s)
+    queue = [0.5] * count
+    responses = list(busy_s)
+    for _ in range(SCHWEITZER_ROUNDS):
+        for j in range(count):
+            responses[j] = busy_s[j] + sum(map(mul, queue, costs[j])) - queue[j] * costs[j][j]
+            queue[j] = responses[j] / (away_s[j] + responses[j]) if responses[j] > 0.0 else 0.0
+    return responses
 
 
 def _irregularity(variation: float) -> float:
