@@ -4,7 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from google.rpc import status_pb2
 
+from plexrl import wire
 from plexrl.v1 import call_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
@@ -210,30 +212,36 @@ async def test_a_lost_worker_costs_a_model_at_its_base_only_time() -> None:
         assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
 
 
-async def test_a_lost_training_state_is_said_plainly_and_a_checkpoint_brings_it_back() -> None:
+async def test_a_state_that_nothing_brings_back_is_said_plainly_with_what_is_left() -> None:
+    """STATE_LOST remains where a copy that everything rests on is gone; a checkpoint that is left goes on."""
     async with running_leader() as leader:
         await leader.join()
         model = await leader.model(await leader.job())
-        await leader.submit(model, specs.forward_backward(), 1)
-        saved = await leader.submit(model, specs.save(), 2)
+        saved = [await leader.submit(model, specs.save(label), n) for n, label in ((1, "good"), (2, "doomed"))]
         await leader.work()
-        checkpoint_id = call_of(leader, saved.call_id).checkpoint_id
-        assert checkpoint_id is not None
-        await leader.submit(model, specs.optim_step(), 3)
+        good, doomed = (call_of(leader, call.call_id).checkpoint_id or "" for call in saved)
+        await leader.submit(model, specs.load(doomed), 3)
+        await leader.submit(model, specs.optim_step(), 4)
         await leader.work()
-        late = await leader.submit(model, specs.sync(), 4)
+        late = await leader.submit(model, specs.sync(), 5)
+        del leader.worker.saved[doomed]
         leader.worker.die()
         await leader.join()
         await leader.work()
-        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        lost = leader.core.ledger.models[model.model_id]
+        assert lost.state is ModelState.STATE_LOST
+        assert f"good={good}@1" in lost.message
         assert call_of(leader, late.call_id).reason is CallReason.STATE_LOST
+        error = wire.error_info(status_pb2.Status.FromString(call_of(leader, late.call_id).error or b""))
+        assert error is not None
+        assert f"good={good}@1" in error.metadata["checkpoints"]
         with pytest.raises(FailedPrecondition) as refused:
-            await leader.submit(model, specs.optim_step(), 5)
+            await leader.submit(model, specs.optim_step(), 6)
         assert refused.value.reason == "STATE_LOST"
-        loaded = await leader.submit(model, specs.load(checkpoint_id), 5)
+        loaded = await leader.submit(model, specs.load(good), 6)
         await leader.work()
         assert call_of(leader, loaded.call_id).state is CallState.SUCCEEDED
-        step = await leader.submit(model, specs.optim_step(), 6)
+        step = await leader.submit(model, specs.optim_step(), 7)
         await leader.work()
         assert call_of(leader, step.call_id).state is CallState.SUCCEEDED
 

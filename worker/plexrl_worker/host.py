@@ -173,8 +173,8 @@ class ModelHost:
         return t.TIER_DISK if self.tiers.on_disk_only(model_id) else t.TIER_HOST
 
     def unsaved(self) -> bool:
-        """Whether this worker's end would cost state that is nowhere else, as far as it knows."""
-        return any(not d.state_lost for d in self._deployments.values())
+        """Whether this worker's end would cost state: its own disk may not hold all."""
+        return not self.tiers.all_fit_disk and any(not d.state_lost for d in self._deployments.values())
 
     # Orders.
 

@@ -377,6 +377,11 @@ class StateTiers:
             self._lock.release()
 
     @property
+    def all_fit_disk(self) -> bool:
+        """Whether the disk tier can hold every model's state."""
+        return self._taken_bytes <= self._disk_budget_bytes
+
+    @property
     def _taken_bytes(self) -> int:
         return sum(place.layout.host_bytes for place in self._places.values())
 

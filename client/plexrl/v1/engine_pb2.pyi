@@ -1047,8 +1047,14 @@ class EngineResponse(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    START_UNIX_NS_FIELD_NUMBER: _builtins.int
+    END_UNIX_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request."""
+    start_unix_ns: _builtins.int
+    """When the function began to run, in Unix time; of what ends the request."""
+    end_unix_ns: _builtins.int
+    """When it ended."""
     @_builtins.property
     def progress(self) -> Global___EngineProgress:
         """It goes on."""
@@ -1118,10 +1124,12 @@ class EngineResponse(_message.Message):
         train: _types_pb2.ForwardBackwardResult | None = ...,
         step: _types_pb2.OptimStepResult | None = ...,
         saved: Global___SavedStateResponse | None = ...,
+        start_unix_ns: _builtins.int = ...,
+        end_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "saved", b"saved", "scores", b"scores", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "end_unix_ns", b"end_unix_ns", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "start_unix_ns", b"start_unix_ns", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "failure", "done", "description", "layout", "state", "swap", "released", "generation", "scores", "train", "step", "saved"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

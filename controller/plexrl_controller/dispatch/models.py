@@ -1,14 +1,14 @@
 """Models: creating and placing, deleting, resuming their sequences."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import fail
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.jobs import Key, done_before, remember
-from plexrl_controller.dispatch.ledger import RESTORE_BASE
 from plexrl_controller.dispatch.views import cluster_view
 from plexrl_controller.domain.errors import (
     AlreadyExists,
@@ -19,12 +19,12 @@ from plexrl_controller.domain.errors import (
     Unavailable,
 )
 from plexrl_controller.domain.ids import ModelId, WorkerId
-from plexrl_controller.domain.records import Job, Model
+from plexrl_controller.domain.records import Job, Model, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
-from plexrl_controller.scheduling.views import Requirements
+from plexrl_controller.scheduling.views import ClusterView, Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         affinity=spec.affinity.SerializeToString(deterministic=True),
         worker_id=worker_id,
         worker_incarnation=core.ledger.workers[worker_id].incarnation,
-        restore_checkpoint_id=RESTORE_BASE,
     )
     core.uploads.hold_base(model)
     batch.insert(model)
@@ -80,9 +79,16 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
 
 
 def choose_worker(
-    core: Core, base: model_pb2.ModelBase, affinity: types_pb2.Affinity, state_bytes: int = 0
+    core: Core,
+    base: model_pb2.ModelBase,
+    affinity: types_pb2.Affinity,
+    state_bytes: int = 0,
+    may_take: Callable[[Worker], bool] = lambda _: True,
 ) -> WorkerId:
-    """Places a model. Raises Unavailable when a worker may come, FailedPrecondition when none can ever do."""
+    """Places a model on a worker that `may_take` it.
+
+    Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
+    """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
         requirements=Requirements(
@@ -93,10 +99,10 @@ def choose_worker(
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    outcome = place(cluster_view(core.ledger), request, core.policy)
+    outcome = place(_taking(core, may_take), request, core.policy)
     if isinstance(outcome, Refused):
         # Nowhere in host memory: then where the least recently used states may lie on disk.
-        outcome = place(cluster_view(core.ledger, with_disk=True), request, core.policy)
+        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
     match outcome:
         case Placed() as placed:
             return placed.worker_id
@@ -104,6 +110,12 @@ def choose_worker(
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
             raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:
+    view = cluster_view(core.ledger, with_disk=with_disk)
+    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
+    return replace(view, groups=taking)
 
 
 def architecture_of(base: model_pb2.ModelBase) -> str | None:
