@@ -95,8 +95,8 @@ class OrderDesk:
         self._closed = True
         reason = ShuttingDown("this worker is stopping; its next life, or another worker, can take the call")
         for lane in self._lanes:
-            while not lane.empty():
-                self._refuse(lane.get_nowait(), reason)
+            for work in lane.drain():
+                self._refuse(work, reason)
         for attempt in self._attempts.all_running():
             attempt.stop(reason)
         if self._running:
@@ -308,7 +308,10 @@ class OrderDesk:
             return None
 
         def ended(execution: Execution, outcome: Outcome) -> None:
-            self._end_call(works.pop(id(execution)), _generated(outcome))
+            work = works.pop(id(execution))
+            if isinstance(outcome, Cancelled) and work.stopped is not None:
+                outcome = work.stopped
+            self._end_call(work, _generated(outcome))
 
         if (execution := self._due(first)) is None:
             return
