@@ -7,7 +7,7 @@ import pytest
 from google.rpc import status_pb2
 
 from plexrl import wire
-from plexrl.v1 import call_pb2, types_pb2, worker_pb2
+from plexrl.v1 import call_pb2, model_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
@@ -448,3 +448,17 @@ class GatedStore(MemoryStore):
     async def commit(self, term: int, changes: Changes) -> None:
         await self.gate.wait()
         await super().commit(term, changes)
+
+
+async def test_a_lora_rank_that_no_worker_offers_is_refused() -> None:
+    """G17."""
+    async with running_leader() as leader:
+        await leader.join()
+        job = await leader.job()
+        base = model_pb2.ModelBase(
+            init=model_pb2.InitBase(config_json='{"architectures": ["Qwen3ForCausalLM"]}', seed=1)
+        )
+        settings = model_pb2.ModelSettings(lora=model_pb2.LoraSettings(rank=8))
+        spec = models.ModelSpec("policy", base, model_pb2.MODEL_ROLE_POLICY, settings, types_pb2.Affinity())
+        with pytest.raises(FailedPrecondition, match="LoRA ranks: none, not 8"):
+            await models.create_model(leader.core, leader.key("model"), job, spec)

@@ -205,11 +205,12 @@ async def test_a_second_sigterm_ends_the_daemon_at_once(tmp_path: Path) -> None:
         await orders.ok(deploy=deploy("m1", config_json=hang))
         await orders.ok(swap_weights=swap("m1"))
         running = await orders.send(run_call=call("m1", generate()))
+        queued = await orders.send(run_call=call("m1", score(), 1))
         await orders.report(lambda report: report.order_id == running and report.HasField("started"))
         pid = await engine_pid(channel)
         daemon.process.send_signal(signal.SIGTERM)
-        refused = await orders.do(deploy=deploy("m2"))
-        assert reason(refused) == "SHUTTING_DOWN"
+        assert reason(await orders.finished(queued)) == "SHUTTING_DOWN"
+        assert reason(await orders.do(deploy=deploy("m2"))) == "SHUTTING_DOWN"
         daemon.process.send_signal(signal.SIGTERM)
         assert await daemon.wait(3.0) == 1
         assert await asyncio.to_thread(ends, pid)

@@ -162,16 +162,18 @@ class CallRunner:
 
     async def _generated(self, execution: Execution, call: EngineCall[t.GenerateResult]) -> Outcome:
         deployment = self._host.deployment(execution.order.model_id)
-        try:
-            return await call
-        except engine_errors.EngineError as error:
-            return self._host.engine_failed(call.process, error, execution.journal)
-        finally:
-            execution.running = None
-            if call.start_unix_ns:
-                interval = self._busy_interval(deployment, execution.order)
-                interval.start_unix_ns, interval.end_unix_ns = call.start_unix_ns, call.end_unix_ns
-                execution.journal.intervals.append(interval)
+        with execution.journal.timed(self._busy_interval(deployment, execution.order)) as interval:
+            outcome: Outcome
+            try:
+                outcome = await call
+            except engine_errors.EngineError as error:
+                outcome = self._host.engine_failed(call.process, error, execution.journal)
+            finally:
+                execution.running = None
+        # What the child says, where it lived to say it, leaves out the way there and back.
+        if call.start_unix_ns:
+            interval.start_unix_ns, interval.end_unix_ns = call.start_unix_ns, call.end_unix_ns
+        return outcome
 
     async def run(self, execution: Execution) -> t.CallResult:
         """Runs one call. Raises WorkerError kinds; nothing was applied then, unless the state is said to be lost."""

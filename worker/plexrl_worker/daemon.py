@@ -20,7 +20,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
-from plexrl_worker.engine.port import TESTED_ARCHITECTURES
+from plexrl_worker.engine.port import MAX_LORA_RANK, TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
@@ -205,6 +205,7 @@ class WorkerDaemon:
             device_name=self.settings.device,
             threads=self.settings.threads,
             machine_type=self._host.machine_type,
+            max_lora_rank=MAX_LORA_RANK if self.settings.engine == "vllm" else 0,
             checkpoint_store_id=self._snapshots.store_id(),
         )
 

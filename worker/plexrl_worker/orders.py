@@ -41,6 +41,7 @@ _PROGRESS_INTERVAL_S = 0.2
 # A report must fit a message, with room for its frame.
 _MAX_RESULT_BYTES = wire.MAX_MESSAGE_BYTES - 1024 * 1024
 
+_STOPPING = ShuttingDown("this worker is stopping; its next life, or another worker, can take the order")
 _NOT_WANTED = Cancelled("the call was stopped: nobody waits for it any more, or its model goes")
 
 Sink = Callable[[w.Report], None]
@@ -93,16 +94,15 @@ class OrderDesk:
         What still runs after `limit_s` is said to have ended, and left to the end of its engine.
         """
         self._closed = True
-        reason = ShuttingDown("this worker is stopping; its next life, or another worker, can take the call")
         for lane in self._lanes:
             for work in lane.drain():
-                self._refuse(work, reason)
+                self._refuse(work, _STOPPING)
         for attempt in self._attempts.all_running():
-            attempt.stop(reason)
+            attempt.stop(_STOPPING)
         if self._running:
             await asyncio.wait(self._running, timeout=limit_s)
         for attempt in self._attempts.all_running():
-            attempt.end(reason)
+            attempt.end(_STOPPING)
 
     async def close(self) -> None:
         """Ends the lanes."""
@@ -267,6 +267,9 @@ class OrderDesk:
                     await self._run_generates(work)
                 else:
                     await self._run(work)
+            except asyncio.CancelledError:
+                self._refuse(work, _STOPPING)
+                raise
             finally:
                 if not work.done.done():
                     work.done.set_result(None)

@@ -54,7 +54,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
     if len(live) >= limits.MAX_MODELS_PER_JOB:
         raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
-    worker_id = choose_worker(core, spec.base, spec.affinity)
+    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings)
     batch = core.batch()
     model = Model(
         model_id=ModelId(core.new_id()),
@@ -82,6 +82,7 @@ def choose_worker(
     core: Core,
     base: model_pb2.ModelBase,
     affinity: types_pb2.Affinity,
+    settings: model_pb2.ModelSettings,
     state_bytes: int = 0,
     may_take: Callable[[Worker], bool] = lambda _: True,
 ) -> WorkerId:
@@ -94,6 +95,7 @@ def choose_worker(
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
+            lora_rank=settings.lora.rank,
             labels=dict(affinity.require),
             colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),

@@ -101,6 +101,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> Place
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
+            max_lora_rank=capabilities.max_lora_rank,
         ),
         ready=worker.state is WorkerState.READY and group.connected and not group.stopping,
         members=tuple(members.values()),

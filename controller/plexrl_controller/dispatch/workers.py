@@ -162,6 +162,7 @@ async def replace_models_of_lost_workers(core: Core) -> None:
                 core,
                 model_pb2.ModelBase.FromString(model.base),
                 types_pb2.Affinity.FromString(model.affinity),
+                model_pb2.ModelSettings.FromString(model.settings),
                 model.state_bytes,
                 lambda worker, model=model: _can_rebuild(core, model, worker),  # type: ignore[misc]
             )

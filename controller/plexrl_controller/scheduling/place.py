@@ -281,6 +281,9 @@ class _Search:
         if request.catalogue is not None and request.catalogue not in hardware.catalogue:
             entries = ", ".join(sorted(hardware.catalogue)) or "no entry"
             return Blocker.CONSTRAINT, f"catalogue has {entries}, not {request.catalogue!r}"
+        if request.lora_rank > hardware.max_lora_rank:
+            most = f"up to {hardware.max_lora_rank}" if hardware.max_lora_rank else "none"
+            return Blocker.CONSTRAINT, f"offers LoRA ranks: {most}, not {request.lora_rank}"
         for key, value in sorted(request.labels.items()):
             if hardware.labels.get(key) != value:
                 return Blocker.CONSTRAINT, f"label {key}={hardware.labels.get(key, '(absent)')}, want {key}={value}"

@@ -153,6 +153,7 @@ class Requirements:
     architecture: str | None = None
     """Hugging Face architecture name, where the base tells it."""
     catalogue: str | None = None
+    lora_rank: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     colocate: frozenset[ModelId] = frozenset()
     avoid: frozenset[ModelId] = frozenset()
@@ -190,6 +191,7 @@ class Hardware:
     labels: Mapping[str, str] = field(default_factory=dict)
     architectures: frozenset[str] = frozenset()
     catalogue: frozenset[str] = frozenset()
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
