@@ -222,6 +222,7 @@ class WorkerDouble:
                 job_id=run.job_id,
                 model_id=run.model_id,
                 call_id=run.call.call_id,
+                call_kind=types_pb2.CallKind.ValueType(wire.kind_of(run.spec)),
                 start_unix_ns=self.clock_ns - 1_000_000,
                 end_unix_ns=self.clock_ns,
             )

@@ -39,9 +39,11 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.domain.states import CallState, IntervalKind
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
+from plexrl_controller.scheduling.estimates import Estimates
+from plexrl_controller.scheduling.fairness import Accounts
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
@@ -74,7 +76,11 @@ class GroupState:
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
+    served_at: dict[JobId, float] = field(default_factory=dict)
+    """When each job's last slice began."""
     resident_bytes: int = 0
+    estimates: Estimates = field(default_factory=Estimates)
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,8 @@ class JobFacts:
     idle_until: float | None = None
     mid_iteration: bool = False
     last_finish: float = 0.0
+    last_kind: CallKind | None = None
+    """Kind of the call that finished last."""
     wait_s: float = 0.0
     calls_succeeded: int = 0
 
@@ -131,7 +139,8 @@ class Ledger:
         """Calls of a model that are being accepted one after the other, each behind the write of its arguments."""
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
-        self.round_trip_s: dict[JobId, float] = {}
+        self.tenant_accounts = Accounts()
+        """Device seconds against quotas, over all groups."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -223,8 +232,13 @@ class Ledger:
                 self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
-        for by_job in (self.jobs, self.facts, self.accounts, self.round_trip_s):
+        for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        self.tenant_accounts.leave(job_id)
+        for group in self.groups.values():
+            group.estimates.forget(job_id)
+            group.accounts.leave(job_id)
+            group.served_at.pop(job_id, None)
 
     def _put(self, record: Record) -> None:
         match record:

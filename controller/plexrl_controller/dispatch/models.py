@@ -23,7 +23,7 @@ from plexrl_controller.domain.records import Job, Model, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.place import Blocker, GroupRequest, Placed, PlacementRequest, Refused, place
 from plexrl_controller.scheduling.views import ClusterView, Requirements
 
 
@@ -54,7 +54,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
     if len(live) >= limits.MAX_MODELS_PER_JOB:
         raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
-    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings)
+    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings, job=job)
     batch = core.batch()
     model = Model(
         model_id=ModelId(core.new_id()),
@@ -85,13 +85,18 @@ def choose_worker(
     settings: model_pb2.ModelSettings,
     state_bytes: int = 0,
     may_take: Callable[[Worker], bool] = lambda _: True,
+    *,
+    job: Job | None = None,
 ) -> WorkerId:
-    """Places a model on a worker that `may_take` it.
+    """Places a model on a worker that `may_take` it: for a `job` that its tenant's quota allows, or wherever it was.
 
-    Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
+    Raises ResourceExhausted when the tenant's device seconds are used up, Unavailable when a worker may come,
+    FailedPrecondition when none can ever do.
     """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
+        job_id=job.job_id if job is not None else None,
+        tenant=job.tenant if job is not None else None,
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
@@ -108,6 +113,8 @@ def choose_worker(
     match outcome:
         case Placed() as placed:
             return placed.worker_id
+        case Refused(reason=reason, blocker=Blocker.QUOTA):
+            raise ResourceExhausted(f"the model is not placed: {reason}", reason="QUOTA_EXHAUSTED")
         case Refused(reason=reason, temporary=True):
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
@@ -115,7 +122,7 @@ def choose_worker(
 
 
 def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:
-    view = cluster_view(core.ledger, with_disk=with_disk)
+    view = cluster_view(core.ledger, core.clock.now(), with_disk=with_disk)
     taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
     return replace(view, groups=taking)
 
