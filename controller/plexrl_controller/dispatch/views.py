@@ -51,7 +51,8 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     estimates = group.estimates
     for job_id, views in models.items():
         record = ledger.jobs.get(job_id)
-        group.accounts.join(job_id, weight=record.weight if record is not None else 1.0)
+        weight = record.weight if record is not None else 1.0
+        group.accounts.join(job_id, weight=weight)
         facts = ledger.facts.get(job_id, JobFacts(lease_end=0.0))
         jobs.append(
             JobView(
@@ -69,6 +70,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 attained_s=group.accounts.attained_s(job_id),
                 over_quota=ledger.tenant_accounts.over_quota(job_id, now),
                 last_served=group.served_at.get(job_id, 0.0),
+                weight=weight,
             )
         )
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
