@@ -71,6 +71,8 @@ class GroupState:
     slice_start: float = 0.0
     held_since: float | None = None
     on_device: set[ModelId] = field(default_factory=set)
+    prefetched: ModelId | None = None
+    """Ordered to be brought nearer to the device since the last load."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
