@@ -71,6 +71,8 @@ class GroupState:
     slice_start: float = 0.0
     held_since: float | None = None
     on_device: set[ModelId] = field(default_factory=set)
+    prefetched: ModelId | None = None
+    """Ordered to be brought nearer to the device since the last load."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
@@ -330,13 +332,12 @@ class Batch:
         """Adds a new record."""
         self.ledger._put(record)
         self._inserts[type(record), record_id(record)] = record
-        for machine in MACHINES.values():
-            if isinstance(record, machine[1]):
-                self._events.append(machine[0].created(record, self.now))
+        if (machine := MACHINES.get(type(record).__name__)) is not None:
+            self._events.append(machine.created(record, self.now))
 
     def transition(self, record: R, event: Enum, **changes: Any) -> R:
         """Applies an event of the record's machine. Raises StaleTransition."""
-        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__][0]
+        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__]
         applied = machine.apply(record, event, self.now, **changes)
         self._write(applied.record)
         self._events.append(applied.event)
@@ -402,11 +403,11 @@ class Batch:
         self._updates.append(record)
 
 
-MACHINES: dict[str, tuple[Machine[Any, Any, Any], type]] = {
-    "Job": (jobs.MACHINE, Job),
-    "Model": (models.MACHINE, Model),
-    "Call": (calls.MACHINE, Call),
-    "Worker": (workers.MACHINE, Worker),
+MACHINES: dict[str, Machine[Any, Any, Any]] = {
+    "Job": jobs.MACHINE,
+    "Model": models.MACHINE,
+    "Call": calls.MACHINE,
+    "Worker": workers.MACHINE,
 }
 
 

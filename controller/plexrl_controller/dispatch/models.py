@@ -24,7 +24,7 @@ from plexrl_controller.domain.states import CallReason, CallState, JobState, Mod
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.scheduling.place import Blocker, GroupRequest, Placed, PlacementRequest, Refused, place
-from plexrl_controller.scheduling.views import Requirements
+from plexrl_controller.scheduling.views import ClusterView, Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,11 @@ def choose_worker(
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    view = cluster_view(core.ledger, core.clock.now())
-    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
-    match place(replace(view, groups=taking), request, core.policy):
+    outcome = place(_taking(core, may_take), request, core.policy)
+    if isinstance(outcome, Refused):
+        # Nowhere in host memory: then where the least recently used states may lie on disk.
+        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
+    match outcome:
         case Placed() as placed:
             return placed.worker_id
         case Refused(reason=reason, blocker=Blocker.QUOTA):
@@ -117,6 +119,12 @@ def choose_worker(
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
             raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:
+    view = cluster_view(core.ledger, core.clock.now(), with_disk=with_disk)
+    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
+    return replace(view, groups=taking)
 
 
 def architecture_of(base: model_pb2.ModelBase) -> str | None:

@@ -43,6 +43,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 state_bytes=model.state_bytes,
                 on_device=model_id in group.on_device,
                 last_used=group.used_at.get(model_id, 0.0),
+                moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
             )
         )
@@ -50,7 +51,8 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     estimates = group.estimates
     for job_id, views in models.items():
         record = ledger.jobs.get(job_id)
-        group.accounts.join(job_id, weight=record.weight if record is not None else 1.0)
+        weight = record.weight if record is not None else 1.0
+        group.accounts.join(job_id, weight=weight)
         facts = ledger.facts.get(job_id, JobFacts(lease_end=0.0))
         jobs.append(
             JobView(
@@ -68,6 +70,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 attained_s=group.accounts.attained_s(job_id),
                 over_quota=ledger.tenant_accounts.over_quota(job_id, now),
                 last_served=group.served_at.get(job_id, 0.0),
+                weight=weight,
             )
         )
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
@@ -78,6 +81,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         jobs=tuple(jobs),
         serving=group.serving,
         slice_start=group.slice_start,
+        background_moves=capabilities.prefetch,
     )
 
 
@@ -85,17 +89,20 @@ def _round_trip_s(measured_s: float | None) -> float:
     return measured_s if measured_s is not None else DEFAULT_ROUND_TRIP_S
 
 
-def cluster_view(ledger: Ledger, now: float) -> ClusterView:
-    """Every worker that is registered and not lost, each a group of one rank."""
+def cluster_view(ledger: Ledger, now: float, *, with_disk: bool = False) -> ClusterView:
+    """Every worker that is registered and not lost, each a group of one rank.
+
+    with_disk: parked states may lie on disk as well as in host memory.
+    """
     living = [worker for worker in ledger.workers.values() if worker.state is not WorkerState.LOST]
     return ClusterView(
-        tuple(_placed_group_view(ledger, worker) for worker in living),
+        tuple(_placed_group_view(ledger, worker, with_disk) for worker in living),
         now=now,
         tenants=ledger.tenant_accounts.tenants(now),
     )
 
 
-def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
+def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
     group = ledger.groups[worker.worker_id]
     members: dict[JobId, MemberView] = {}
@@ -111,7 +118,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
         worker_ids=(worker.worker_id,),
         hardware=Hardware(
             device_state_bytes=capabilities.device_state_bytes,
-            host_state_bytes=capabilities.host_state_bytes,
+            host_state_bytes=max(capabilities.host_state_bytes, capabilities.disk_state_bytes if with_disk else 0),
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),

@@ -199,7 +199,8 @@ def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool,
             service_s = sum(c.expected_s or 0.0 for m in job.models for c in m.ready) or 1.0
             models = [m for m in job.models if m.ready]
             setup_s = _model_of(job).load_s if models and not _model_of(job).on_device else 0.0
-            return job.over_quota, -(now - since + service_s + setup_s) / (service_s + setup_s), since
+            ratio = (job.weight * (now - since) + service_s + setup_s) / (service_s + setup_s)
+            return job.over_quota, -ratio, since
 
 
 def _upcoming(
