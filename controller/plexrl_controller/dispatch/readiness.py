@@ -39,13 +39,13 @@ def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ..
 
 
 def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
-    if model.failed_sequence:
-        return []
     expected_s: dict[CallKind, float | None] = {}
     found: list[ReadyCall] = []
     number, after = model.due_sequence, model.applied_sequence
     while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
         call = ledger.calls[call_id]
+        if number == model.failed_sequence:
+            break
         if call.state is CallState.PENDING:
             if call.kind.makes_version and _draining(ledger, call, index):
                 break
