@@ -161,7 +161,7 @@ async def _only_on_disk(worker: WorkerProcess, directory: Path) -> None:
     status = await worker.status()
     (b,) = [deployment for deployment in status.deployments if deployment.model_id == "b"]
     assert {component.tier for component in b.residency} == {t.TIER_DISK}, b
-    os.sync()
+    await asyncio.to_thread(os.sync)
     for file in (directory / "state" / "parked").glob("*.state"):
         fd = os.open(file, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
