@@ -57,7 +57,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("tenant-payload-gib", "GiB of stored payloads that a tenant may have", "64")
     flag("history-days", "days for which ended jobs, events and device intervals can be looked at", "30")
     flag("s3-endpoint", "URL of an S3-compatible service that is not AWS; keys come from the AWS_* variables")
-    flag("policy", f"scheduling policy: {', '.join(POLICIES)}", Order.LAS.value)
+    flag("policy", f"scheduling policy: {', '.join(POLICIES)}", Policy().order.value)
     flag("tenant-device-hours", "device hours that each tenant may use a day; unlimited unless given")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
     flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")

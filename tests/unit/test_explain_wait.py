@@ -9,7 +9,7 @@ from plexrl_controller.scheduling.policy import Order, Policy
 from plexrl_controller.scheduling.views import GroupView, JobView, ModelView, ReadyCall
 
 NOW = 1000.0
-POLICY = Policy(quantum_s=10.0, starvation_bound_s=600.0)
+POLICY = Policy(order=Order.LAS, quantum_s=10.0, starvation_bound_s=600.0)
 
 
 def job(name: str, since: float | None, **facts: object) -> JobView:

@@ -31,7 +31,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--policy",
         choices=("las", "hrrs", "fifo", "hold"),
-        default="las",
+        default="hrrs",
         help="who comes next: least attained service, highest response ratio or first come; hold: through all stalls",
     )
     parser.add_argument(

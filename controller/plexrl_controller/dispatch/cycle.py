@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from plexrl.v1 import types_pb2, worker_pb2
+from plexrl_controller.dispatch.background import begin_moves
 from plexrl_controller.dispatch.cascade import fail, give_up_state
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.learning import learn_interval, learn_return
@@ -60,6 +61,9 @@ class GroupCycle:
                 core.invariant_violations += 1
                 log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))
                 return None
+            if not isinstance(plan.action, Serve):
+                # After a Serve comes another decision, which sees its residency changes.
+                begin_moves(core, self._worker_id, plan.background)
             match plan.action:
                 case Yield():
                     raise AssertionError("the view says that calls cannot yield")
@@ -112,6 +116,7 @@ class GroupCycle:
         group.on_device.difference_update(decision.evict)
         if decision.load is not None:
             group.on_device.add(decision.load)
+            group.prefetched = None
         for ready in calls:
             group.used_at[ready.model_id] = now
 

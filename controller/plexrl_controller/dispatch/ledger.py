@@ -44,9 +44,11 @@ from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.fairness import Accounts
+from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
+MAX_REMEMBERED_DEMANDS = 4096
 
 
 @dataclass
@@ -71,6 +73,8 @@ class GroupState:
     slice_start: float = 0.0
     held_since: float | None = None
     on_device: set[ModelId] = field(default_factory=set)
+    prefetched: ModelId | None = None
+    """Ordered to be brought nearer to the device since the last load."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
@@ -139,6 +143,8 @@ class Ledger:
         """Models whose deploy order is out, with the incarnation that got it."""
         self.tenant_accounts = Accounts()
         """Device seconds against quotas, over all groups."""
+        self.demands: OrderedDict[tuple[Tenant, str], Demand] = OrderedDict()
+        """What ended jobs asked of their groups, by tenant and name."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -204,9 +210,10 @@ class Ledger:
         return self.accounts.get(job_id, Account(job_id))
 
     def pending_version(self, model: Model) -> int:
-        """The newest version that is made or submitted."""
+        """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
-        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        end = model.failed_sequence or model.last_sequence + 1
+        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
         return max((*made, model.weights_version))
 
     def forget_call(self, call: Call) -> None:
@@ -215,7 +222,8 @@ class Ledger:
         self.calls_of_job.get(call.job_id, OrderedDict()).pop(call.call_id, None)
 
     def forget_job(self, job_id: JobId) -> None:
-        """Drops a terminal job and all that memory keeps for it."""
+        """Drops a terminal job and all that memory keeps for it, but for what it asked of its group."""
+        job = self.jobs.get(job_id)
         for call_id in list(self.calls_of_job.pop(job_id, ())):
             self.calls.pop(call_id, None)
         for model_id in list(self.models_of_job.pop(job_id, ())):
@@ -230,11 +238,22 @@ class Ledger:
             del self.call_by_request[key]
         for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        if job is not None:
+            self._remember_demand(job)
         self.tenant_accounts.leave(job_id)
         for group in self.groups.values():
             group.estimates.forget(job_id)
             group.accounts.leave(job_id)
             group.served_at.pop(job_id, None)
+
+    def _remember_demand(self, job: Job) -> None:
+        """A job of the same tenant and name is likely to ask for the same."""
+        demands = [d for group in self.groups.values() if (d := group.estimates.demand(job.job_id)) is not None]
+        if demands:
+            self.demands[job.tenant, job.name] = max(demands, key=lambda d: d.busy_s)
+            self.demands.move_to_end((job.tenant, job.name))
+        while len(self.demands) > MAX_REMEMBERED_DEMANDS:
+            self.demands.popitem(last=False)
 
     def _put(self, record: Record) -> None:
         match record:

@@ -315,19 +315,26 @@ class ReportRecorder:
 
 
 def note_lost_state(core: Core, batch: Batch, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
-    """Begins the recovery of a model whose worker lost the newest state; its host tier may still have an older one."""
+    """Begins the recovery of a model whose worker lost the newest state; it may still have a whole one of earlier on.
+
+    A worker's new life says so as well, of what the life before parked: the recovery has begun then, and has not come
+    to choose its copy.
+    """
     model = core.ledger.models.get(ModelId(status.model_id))
     if model is None or not status.state_lost or model.worker_id != worker_id:
         return
     recovery = core.ledger.recoveries.get(model.model_id)
     replaying = model.state is ModelState.RECOVERING and recovery is not None and recovery.replays is not None
-    if model.state is not ModelState.PLACED and not replaying:
+    begun = model.state is ModelState.RECOVERING and recovery is None
+    if model.state is not ModelState.PLACED and not replaying and not begun:
         return
     core.ledger.host_images.pop(model.model_id, None)
     if status.host_image:
         incarnation = core.ledger.workers[worker_id].incarnation
         image = HostImage(worker_id, incarnation, status.host_image_sequence, status.host_image_weights_version)
         core.ledger.host_images[model.model_id] = image
+    if begun:
+        return
     if replaying:
         # What killed the engine may do so each time: the replay's own report counts that, and begins anew.
         return

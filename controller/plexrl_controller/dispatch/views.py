@@ -29,9 +29,12 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     """The worker's group at this moment."""
     worker, group = ledger.workers[worker_id], ledger.groups[worker_id]
     in_flight: dict[JobId, int] = {}
+    left_s: dict[JobId, float] = {}
     for call_id in ledger.calls_on_worker[worker_id]:
-        job_id = ledger.calls[call_id].job_id
-        in_flight[job_id] = in_flight.get(job_id, 0) + 1
+        call = ledger.calls[call_id]
+        in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
+        expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
+        left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:
         model = ledger.models[model_id]
@@ -43,6 +46,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 state_bytes=model.state_bytes,
                 on_device=model_id in group.on_device,
                 last_used=group.used_at.get(model_id, 0.0),
+                moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
             )
         )
@@ -50,13 +54,15 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     estimates = group.estimates
     for job_id, views in models.items():
         record = ledger.jobs.get(job_id)
-        group.accounts.join(job_id, weight=record.weight if record is not None else 1.0)
+        weight = record.weight if record is not None else 1.0
+        group.accounts.join(job_id, weight=weight)
         facts = ledger.facts.get(job_id, JobFacts(lease_end=0.0))
         jobs.append(
             JobView(
                 job_id=job_id,
                 models=tuple(views),
                 in_flight=in_flight.get(job_id, 0),
+                in_flight_left_s=left_s.get(job_id),
                 idle_until=corrected_hint(facts, estimates.hint_factor(job_id)),
                 mid_phase=facts.mid_iteration and facts.last_kind is CallKind.GENERATE,
                 mid_iteration=facts.mid_iteration,
@@ -68,6 +74,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 attained_s=group.accounts.attained_s(job_id),
                 over_quota=ledger.tenant_accounts.over_quota(job_id, now),
                 last_served=group.served_at.get(job_id, 0.0),
+                weight=weight,
             )
         )
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
@@ -78,6 +85,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         jobs=tuple(jobs),
         serving=group.serving,
         slice_start=group.slice_start,
+        background_moves=capabilities.prefetch,
     )
 
 
@@ -85,17 +93,20 @@ def _round_trip_s(measured_s: float | None) -> float:
     return measured_s if measured_s is not None else DEFAULT_ROUND_TRIP_S
 
 
-def cluster_view(ledger: Ledger, now: float) -> ClusterView:
-    """Every worker that is registered and not lost, each a group of one rank."""
+def cluster_view(ledger: Ledger, now: float, *, with_disk: bool = False) -> ClusterView:
+    """Every worker that is registered and not lost, each a group of one rank.
+
+    with_disk: parked states may lie on disk as well as in host memory.
+    """
     living = [worker for worker in ledger.workers.values() if worker.state is not WorkerState.LOST]
     return ClusterView(
-        tuple(_placed_group_view(ledger, worker) for worker in living),
+        tuple(_placed_group_view(ledger, worker, with_disk) for worker in living),
         now=now,
         tenants=ledger.tenant_accounts.tenants(now),
     )
 
 
-def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
+def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
     group = ledger.groups[worker.worker_id]
     members: dict[JobId, MemberView] = {}
@@ -111,7 +122,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
         worker_ids=(worker.worker_id,),
         hardware=Hardware(
             device_state_bytes=capabilities.device_state_bytes,
-            host_state_bytes=capabilities.host_state_bytes,
+            host_state_bytes=max(capabilities.host_state_bytes, capabilities.disk_state_bytes if with_disk else 0),
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
@@ -124,5 +135,8 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
 
 def _member(ledger: Ledger, group: GroupState, job_id: JobId) -> MemberView:
     job = ledger.jobs.get(job_id)
-    target = job.slowdown_target if job is not None else MemberView(job_id, 0).slowdown_target
-    return MemberView(job_id, 0, demand=group.estimates.demand(job_id), slowdown_target=target)
+    demand = group.estimates.demand(job_id)
+    if job is None:
+        return MemberView(job_id, 0, demand=demand)
+    earlier = ledger.demands.get((job.tenant, job.name))
+    return MemberView(job_id, 0, demand=demand or earlier, slowdown_target=job.slowdown_target)

@@ -137,10 +137,11 @@ def _running(
     if starving or (waiting and not _keeps(view, serving, now, policy)):
         return Wait("quantum used, calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
+    room_s = policy.chunk_s - (serving.in_flight_left_s or 0.0)
     model = _model_of(serving)
-    if room <= 0 or not model.on_device:
+    if room <= 0 or room_s <= 0.0 or not model.on_device:
         return Wait("calls in flight"), again_at
-    return Serve(serving.job_id, _ahead(model.ready, room, policy.chunk_s, 0.0)), again_at
+    return Serve(serving.job_id, _ahead(model.ready, room, room_s, 0.0)), again_at
 
 
 def _comes_first(waiting: JobView, running: JobView) -> bool:
@@ -199,7 +200,8 @@ def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool,
             service_s = sum(c.expected_s or 0.0 for m in job.models for c in m.ready) or 1.0
             models = [m for m in job.models if m.ready]
             setup_s = _model_of(job).load_s if models and not _model_of(job).on_device else 0.0
-            return job.over_quota, -(now - since + service_s + setup_s) / (service_s + setup_s), since
+            ratio = (job.weight * (now - since) + service_s + setup_s) / (service_s + setup_s)
+            return job.over_quota, -ratio, since
 
 
 def _upcoming(
