@@ -25,8 +25,8 @@ from tests.simulation.faults.world import Plan, run
 
 pytestmark = pytest.mark.timeout(180)
 
-SEEDS = range(200)
-CHUNK = 20
+SEEDS = range(120)
+CHUNK = 10
 MOST_SEEDS = 60
 """A defect must show within so many."""
 
