@@ -125,7 +125,7 @@ async def test_models_too_large_for_device_or_host_are_refused_and_leave_nothing
         assert reason(report) == "OVER_BUDGET"
         status = await c.status()
         assert (list(status.deployments), status.host_used_bytes) == ([], 0)
-    async with cluster(tmp_path, host_state_bytes=STATE_BYTES * 3 // 2) as c:
+    async with cluster(tmp_path, host_state_bytes=STATE_BYTES * 3 // 2, disk_state_bytes=0) as c:
         await c.orders.ok(deploy=deploy("m1"))
         assert reason(await c.orders.do(deploy=deploy("m2"))) == "OVER_BUDGET"
         await c.orders.ok(drop=w.DropOrder(model_id="m1"))

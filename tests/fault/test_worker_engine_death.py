@@ -258,7 +258,7 @@ async def test_one_flipped_byte_of_a_parked_state_is_noticed_and_nothing_of_it_i
         deployment = c.daemon._host.deployment("m1")
         assert deployment.layout is not None
         place = deployment.layout.components[component]
-        fd = c.daemon._host.arena.image("m1").fd
+        fd = c.daemon._host.tiers.image("m1").fd
         (byte,) = os.pread(fd, 1, place.offset + 5)
         os.pwrite(fd, bytes([byte ^ 1]), place.offset + 5)
         report = await c.orders.do(swap_weights=swap("m1", "bystander"))

@@ -25,6 +25,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+from tests.support.engine_preloads import PreloadConformance
 from tests.support.engine_subjects import (
     AGREEMENT,
     SAMPLING,
@@ -43,7 +44,7 @@ from tests.support.engine_subjects import (
 )
 
 
-class EngineConformance:
+class EngineConformance(PreloadConformance):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 
     @pytest.fixture
@@ -463,7 +464,7 @@ class EngineConformance:
         with pytest.raises(SlotOccupied):
             model.engine.release_device()
         model.swap_out()
-        assert model.engine.release_device() > 0
+        assert model.engine.release_device().released_bytes > 0
         with pytest.raises(DeviceNotHeld):
             model.swap_in()
         model.engine.acquire_device()

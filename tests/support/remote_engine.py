@@ -61,6 +61,12 @@ class RemoteEngine:
         descriptor = self._images[image.ctypes.data]
         self._run(lambda: self.process.attach_host(deployment_id, descriptor, image.size))
 
+    def detach_host(self, deployment_id: str) -> None:
+        self._run(lambda: self.process.detach_host(deployment_id))
+
+    def preload(self, deployment_id: str, parked: port.ParkedState, control: port.Control) -> port.SwapReport:
+        return self._run(lambda: self.process.preload(deployment_id, parked), control)
+
     def swap_out(
         self, deployment_id: str, components: Collection[port.Component], control: port.Control
     ) -> port.SwapReport:
@@ -89,7 +95,7 @@ class RemoteEngine:
     def acquire_device(self) -> None:
         self._run(lambda: self.process.acquire_device())
 
-    def release_device(self) -> int:
+    def release_device(self) -> port.DeviceRelease:
         return self._run(lambda: self.process.release_device())
 
     def generate(

@@ -56,6 +56,8 @@ def settings_in(directory: Path, **changes: Any) -> WorkerSettings:
         device="cpu",
         device_state_bytes=STATE_BYTES * 3 // 2,
         host_state_bytes=64 * 2**20,
+        disk_state_bytes=256 * 2**20,
+        residue_bytes=2**30,
         kv_cache_bytes=2**20,
         threads=1,
         state_dir=directory / "state",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plexrl_controller.domain.ids import GroupId, JobId, ModelId, WorkerId
 from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
 from plexrl_controller.scheduling.policy import Policy
-from plexrl_controller.scheduling.views import ClusterView, Hardware, MemberView, PlacedGroupView
+from plexrl_controller.scheduling.views import ClusterView, Hardware, MemberView, PlacedGroupView, Requirements
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 
@@ -43,10 +43,13 @@ workers = st.lists(
 )
 requests = st.builds(
     PlacementRequest,
-    architecture=st.none() | st.sampled_from(ARCHITECTURES),
-    require=st.dictionaries(st.sampled_from(["gpu", "zone"]), st.sampled_from(["a", "b"])),
-    colocate=st.frozensets(st.sampled_from([ModelId("m1"), ModelId("m2")])),
-    avoid=st.frozensets(st.sampled_from([ModelId("m1"), ModelId("m2")])),
+    requirements=st.builds(
+        Requirements,
+        architecture=st.none() | st.sampled_from(ARCHITECTURES),
+        labels=st.dictionaries(st.sampled_from(["gpu", "zone"]), st.sampled_from(["a", "b"])),
+        colocate=st.frozensets(st.sampled_from([ModelId("m1"), ModelId("m2")])),
+        avoid=st.frozensets(st.sampled_from([ModelId("m1"), ModelId("m2")])),
+    ),
     groups=st.tuples(st.builds(GroupRequest, state_bytes=st.integers(0, 2000))),
 )
 
@@ -59,10 +62,10 @@ def test_a_placed_model_has_all_it_asked_for(views: list[PlacedGroupView], reque
         hardware, state_bytes = chosen.hardware, request.groups[0].state_bytes
         models = frozenset(m for member in chosen.members for m in member.model_ids)
         assert chosen.ready
-        assert request.architecture in (None, *hardware.architectures)
-        assert request.require.items() <= hardware.labels.items()
-        assert request.colocate <= models
-        assert not request.avoid & models
+        assert request.requirements.architecture in (None, *hardware.architectures)
+        assert request.requirements.labels.items() <= hardware.labels.items()
+        assert request.requirements.colocate <= models
+        assert not request.requirements.avoid & models
         assert state_bytes <= hardware.device_state_bytes
         assert sum(m.state_bytes for m in chosen.members) + state_bytes <= hardware.host_state_bytes
 
@@ -85,7 +88,9 @@ def test_a_worker_that_is_away_is_a_temporary_reason_and_a_missing_label_is_not(
     away = place(ClusterView([worker("p", ready=False)]), PlacementRequest(), Policy())
     assert isinstance(away, Refused)
     assert away.temporary
-    never = place(ClusterView([worker("p")]), PlacementRequest(require={"gpu": "h200"}), Policy())
+    never = place(
+        ClusterView([worker("p")]), PlacementRequest(requirements=Requirements(labels={"gpu": "h200"})), Policy()
+    )
     assert isinstance(never, Refused)
     assert not never.temporary
     assert "gpu=h200" in never.reason

@@ -17,6 +17,7 @@ from plexrl.waiting.laws import (
     Mixture,
     Never,
     Part,
+    scaled,
 )
 
 SIMPLE: st.SearchStrategy[Part] = st.one_of(
@@ -90,6 +91,17 @@ def test_drift_changes_between_episodes() -> None:
     assert before.at(17) is before
     with pytest.raises(ValueError, match="ascending"):
         Drift(((1, before),))
+
+
+@given(law=MIXED, factor=st.floats(0.1, 10), p=PROBABILITY)
+def test_scaling_scales_every_quantile(law: Part, factor: float, p: float) -> None:
+    longer = scaled(law, factor)
+    assert not isinstance(longer, Drift)
+    assert float(longer.quantile(p)) == pytest.approx(factor * float(law.quantile(p)), rel=1e-6)
+
+
+def test_scaling_keeps_when_a_drift_happens() -> None:
+    assert scaled(Drift(((0, Gamma(4, 1)), (9, Never()))), 3) == Drift(((0, Gamma(4, 3)), (9, Never())))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The host tier: one sealed memory file per deployment, owned by the daemon, so that no engine's death takes it along.
+"""Host memory: one sealed memory file per deployment, owned by the daemon, so that no engine's death takes it along.
 
 Knows bytes and the budget; what the bytes mean, and their checksums, come from the engine that parks there.
 """
@@ -23,10 +23,7 @@ class HostImage:
 
 
 class HostArena:
-    """All parked states, within the host budget.
-
-    A deployment's whole state is reserved when it is deployed, so that a later eviction never fails for want of room.
-    """
+    """All parked states in host memory, within its budget. What leaves when there is no room, `tiers` decides."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -41,8 +38,8 @@ class HostArena:
         """Reserves room for a deployment, which must not have any yet. Raises OverBudget."""
         if self.used_bytes + size_bytes > self._budget_bytes:
             raise OverBudget(
-                f"model {model_id} needs {size_bytes} bytes of host memory when parked, {self.used_bytes} of this "
-                f"worker's {self._budget_bytes} are taken: delete models or raise --host-state-bytes",
+                f"model {model_id} needs {size_bytes} bytes of host memory, and {self.used_bytes} of this worker's "
+                f"{self._budget_bytes} are in use: raise --host-state-bytes",
                 metadata={
                     "needed_bytes": str(size_bytes),
                     "used_bytes": str(self.used_bytes),
@@ -59,6 +56,9 @@ class HostArena:
             raise
         self._images[model_id] = HostImage(fd, size_bytes)
         return self._images[model_id]
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._images
 
     def image(self, model_id: str) -> HostImage:
         """The image of a deployment; KeyError when it has none."""

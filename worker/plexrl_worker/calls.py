@@ -3,6 +3,7 @@ books of what changed. All of a call is applied, or none of it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -96,19 +97,20 @@ class CallRunner:
             self._host.settle(deployment, journal)
             function = _check(order, deployment)
             execution.begin()
-            if function == "load_checkpoint":
-                process = await self._host.make_room(deployment, journal)
-            else:
-                self._host.residency.require_on_device(order.model_id)
-                if deployment.attached is None:
-                    raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
-                process = deployment.attached
-            with journal.timed(self._busy_interval(deployment, order)):
-                try:
-                    result = await self._execute(execution, deployment, process)
-                except engine_errors.EngineError as error:
-                    raise self._host.engine_failed(process, error, journal) from error
-            self._apply(deployment, order, function)
+            async with contextlib.AsyncExitStack() as coming:
+                if function == "load_checkpoint":
+                    process = await coming.enter_async_context(self._host.coming(deployment, journal))
+                else:
+                    self._host.residency.require_on_device(order.model_id)
+                    if deployment.attached is None:
+                        raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
+                    process = deployment.attached
+                with journal.timed(self._busy_interval(deployment, order)):
+                    try:
+                        result = await self._execute(execution, deployment, process)
+                    except engine_errors.EngineError as error:
+                        raise self._host.engine_failed(process, error, journal) from error
+                self._apply(deployment, order, function)
             journal.touch(order.model_id)
             return result
 

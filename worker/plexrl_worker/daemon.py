@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import signal
+from dataclasses import asdict
 from importlib import metadata as package_metadata
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.orders import OrderDesk
 from plexrl_worker.outbox import Outbox
+from plexrl_worker.placement import Placement
 from plexrl_worker.registration import Registration
 from plexrl_worker.server import WorkerServer
 from plexrl_worker.service import WorkerService
@@ -51,8 +53,9 @@ class WorkerDaemon:
         checkpoints.remove_partial()
         self._snapshots = SnapshotStore(settings.checkpoint_dir / "snapshots", settings.name, settings.snapshot_bytes)
         self._snapshots.remove_partial()
-        self._host = ModelHost(settings, bases, checkpoints, self._snapshots)
-        self._desk = OrderDesk(self._host, self._fences, self._outbox)
+        self._host = ModelHost(settings, checkpoints, self._snapshots)
+        placement = Placement(self._host, bases, settings)
+        self._desk = OrderDesk(self._host, placement, self._fences, self._outbox)
         service = WorkerService(self._desk, self._host, self._fences, self._outbox, checkpoints, self.status)
         self.server = WorkerServer(settings, service)
         self._stopping = asyncio.Event()
@@ -73,6 +76,7 @@ class WorkerDaemon:
                 loop.create_task(registration.run(), name="registration"),
                 loop.create_task(self._feed_watchdog(registration), name="watchdog"),
                 loop.create_task(self._stop_wanted(), name="stop"),
+                loop.create_task(self._host.tiers.run(), name="write-back"),
                 *self._desk.lanes,
             ]
             try:
@@ -162,6 +166,7 @@ class WorkerDaemon:
             catalogue=sorted(self.settings.catalogue),
             device_state_bytes=self.settings.device_state_bytes,
             host_state_bytes=self.settings.host_state_bytes,
+            disk_state_bytes=self.settings.disk_state_bytes,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,
@@ -181,7 +186,9 @@ class WorkerDaemon:
             deployments=[self._host.status(model_id) for model_id in self._host.model_ids()],
             attempts=self._desk.running(),
             device_used_bytes=self._host.residency.device_used_bytes,
-            host_used_bytes=self._host.arena.used_bytes,
+            host_used_bytes=self._host.tiers.host_used_bytes,
+            disk_used_bytes=self._host.tiers.disk_used_bytes,
+            tiers=w.TierCounters(**asdict(self._host.tiers.counters)),
             version=VERSION,
         )
 
@@ -200,6 +207,7 @@ class WorkerDaemon:
                     has_device=process is not None and self._host.device.holder is process,
                     resident_bytes=_resident_bytes(process.pid) if process else 0,
                     starts=facts.starts,
+                    residue_bytes=process.residue_bytes if process else 0,
                 )
             )
         return engines

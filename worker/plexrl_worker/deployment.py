@@ -13,6 +13,7 @@ from plexrl_worker.bases import LocalBase
 from plexrl_worker.engine import codec, port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import Unsupported
+from plexrl_worker.parked_files import StateFacts
 from plexrl_worker.settings import WorkerSettings
 
 _DEFAULT_MICRO_BATCH_TOKENS = 8192
@@ -71,6 +72,12 @@ class Deployment:
         assert self.layout is not None
         return frozenset(extent.component for extent in self.layout.components)
 
+    def facts(self) -> StateFacts:
+        """What its state of this moment is, for whoever finds it on disk."""
+        return StateFacts(
+            self.model_id, fingerprint(self.order), self.applied_sequence, self.weights_version, dict(self.conditions)
+        )
+
     def description(self) -> w.DeployedModel:
         """What was built, as a report says it."""
         assert self.layout is not None
@@ -80,6 +87,14 @@ class Deployment:
             has_tokenizer=self.base.tokenizer_file is not None,
             applied_sequence=self.applied_sequence,
         )
+
+
+def fingerprint(order: w.DeployOrder) -> str:
+    """SHA-256 over what a model is built from, and for whom: equal for a model that is deployed again."""
+    same = w.DeployOrder(
+        model_id=order.model_id, job_id=order.job_id, base=order.base, role=order.role, settings=order.settings
+    )
+    return hashlib.sha256(same.SerializeToString(deterministic=True)).hexdigest()
 
 
 def check_settings(settings: m.ModelSettings) -> None:

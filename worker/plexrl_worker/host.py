@@ -1,10 +1,9 @@
-"""What a worker does with models: deploy, drop, swap, and the truth about each when an engine dies.
+"""What a worker does with the models on it: swap, prefetch, drop, and the truth about each when an engine dies.
 
 One device, so one model is on it at a time; everything that touches the device holds `device.lock`. Knows no gRPC, no
 orders' fences and no reports: what it did goes into the journal that the caller gives.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,28 +15,30 @@ from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import machine
-from plexrl_worker.arena import HostArena
-from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
-from plexrl_worker.deployment import Deployment, HostState, check_settings, configuration_sha256, make_deployment
+from plexrl_worker.deployment import Deployment, HostState
 from plexrl_worker.device import Device
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import (
-    EngineDied,
+    Cancelled,
     HostStateCorrupt,
     NotDeployed,
     NoTokenizer,
+    OverBudget,
     StateLost,
     WorkerError,
     of_engine,
 )
 from plexrl_worker.journal import Journal
-from plexrl_worker.residency import Residency
+from plexrl_worker.parked_files import Interrupted, ParkedFiles
+from plexrl_worker.preloads import Preloads
+from plexrl_worker.residency import Copies, Residency
 from plexrl_worker.settings import WorkerSettings
 from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import EngineSupervisor
+from plexrl_worker.tiers import StateTiers
 
 _log = structlog.get_logger(__name__)
 
@@ -45,12 +46,17 @@ _log = structlog.get_logger(__name__)
 class ModelHost:
     """The models of this worker and the device they share."""
 
-    def __init__(
-        self, settings: WorkerSettings, bases: BaseLibrary, checkpoints: CheckpointStore, snapshots: SnapshotStore
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, checkpoints: CheckpointStore, snapshots: SnapshotStore) -> None:
         self.device = Device()
         self.residency = Residency(settings.device_state_bytes)
-        self.arena = HostArena(settings.host_state_bytes)
+        self.tiers = StateTiers(
+            settings.host_state_bytes,
+            settings.disk_state_bytes,
+            ParkedFiles(settings.state_dir / "parked"),
+            in_use=self.residency.on_device,
+            let_go=self._let_go,
+        )
+        self.preloads = Preloads(self.residency)
         self.checkpoints = checkpoints
         self.snapshots = snapshots
         self.machine_type = machine.machine_type(settings.device)
@@ -66,7 +72,6 @@ class ModelHost:
         # Told of models whose state changed without an order: an idle engine died.
         self.on_unordered_change: Callable[[set[str]], None] = lambda _: None
         self._settings = settings
-        self._bases = bases
         self._deployments: dict[str, Deployment] = {}
 
     # What is here.
@@ -78,6 +83,28 @@ class ModelHost:
     def models_of(self, engine_key: str) -> list[str]:
         """The models that share an engine."""
         return [d.model_id for d in self._deployments.values() if d.engine_key == engine_key]
+
+    def models_of_process(self, process: EngineProcess | None) -> list[str]:
+        """The models that an engine child knows."""
+        return [d.model_id for d in self._deployments.values() if process is not None and d.attached is process]
+
+    def find(self, model_id: str) -> Deployment | None:
+        """A model's deployment, if it is here."""
+        return self._deployments.get(model_id)
+
+    async def engine_of(self, deployment: Deployment) -> EngineProcess:
+        """The living child of a deployment's engine, started if need be. Raises what a failed start is."""
+        return await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
+
+    def admit(self, deployment: Deployment, layout: port.StateLayout) -> None:
+        """Takes a deployment in, with no state yet. Raises OverBudget; nothing is kept then."""
+        self.residency.add(deployment.model_id, {c.component: c.size_bytes for c in layout.components})
+        try:
+            self.tiers.admit(deployment.model_id, layout)
+        except OverBudget:
+            self.residency.remove(deployment.model_id)
+            raise
+        self._deployments[deployment.model_id] = deployment
 
     def deployment(self, model_id: str) -> Deployment:
         """A model's deployment. Raises NotDeployed."""
@@ -103,7 +130,7 @@ class ModelHost:
             residency=[
                 m.ComponentResidency(
                     component=name,
-                    tier=t.TIER_DEVICE if copies.on_device else t.TIER_HOST if copies.parked else t.TIER_ABSENT,
+                    tier=self._tier(model_id, copies),
                     dirty=copies.dirty,
                     size_bytes=copies.size_bytes,
                 )
@@ -117,53 +144,18 @@ class ModelHost:
             host_image_weights_version=deployment.host_state.weights_version if deployment.host_state else 0,
         )
 
+    def _tier(self, model_id: str, copies: Copies) -> t.Tier.ValueType:
+        if copies.on_device:
+            return t.TIER_DEVICE
+        if not copies.parked:
+            return t.TIER_ABSENT
+        return t.TIER_DISK if self.tiers.on_disk_only(model_id) else t.TIER_HOST
+
     def unsaved(self) -> bool:
         """Whether this worker's end would cost state that is nowhere else, as far as it knows."""
         return any(not d.state_lost for d in self._deployments.values())
 
     # Orders.
-
-    async def deploy(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
-        """Builds or restores a model and parks it. Leaves on the device what was there.
-
-        The same order again, for a model whose state is not lost, changes nothing: calls may have run since.
-        """
-        present = self._deployments.get(order.model_id)
-        if present is not None and present.order == order and not present.state_lost:
-            journal.touch(order.model_id)
-            return present.description()
-        if order.from_host_image:
-            return await self._restore_host_image(order, journal)
-        check_settings(order.settings)
-        directory = None
-        if order.checkpoint_id:
-            directory = (await asyncio.to_thread(self.checkpoints.open, order.checkpoint_id)).directory
-        base = await self._bases.resolve(order.model_id, order.base)
-        if present is not None:
-            async with self.device.lock:
-                await self._forget(present)
-        deployment = make_deployment(order, base, self._settings)
-        try:
-            process = await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
-            if order.HasField("snapshot"):
-                await self._restore_snapshot(deployment, process, order.snapshot, journal)
-                return deployment.description()
-            async with self.device.lock:
-                former = self.residency.resident_models()
-                for other in former:
-                    await self.park(other, journal, charged_to=deployment.job_id)
-                try:
-                    await self._build(deployment, process, str(directory) if directory else None, journal)
-                except BaseException:
-                    await self._forget(deployment)
-                    raise
-                finally:
-                    await self._restore(former, journal, charged_to=deployment.job_id)
-        finally:
-            if order.model_id not in self._deployments:
-                deployment.base.discard()
-                await self._spare_if_unused(deployment.engine_key)
-        return deployment.description()
 
     async def drop(self, model_id: str, journal: Journal) -> None:
         """Forgets a model and frees all it holds; dropping one that is not here is fine."""
@@ -171,9 +163,9 @@ class ModelHost:
             deployment = self._deployments.get(model_id)
             if deployment is None:
                 return
-            await self._forget(deployment)
+            await self.forget(deployment)
             journal.touch(model_id)
-        await self._spare_if_unused(deployment.engine_key)
+        await self.spare_if_unused(deployment.engine_key)
 
     async def swap(self, order: w.SwapWeightsOrder, journal: Journal) -> None:
         """Evictions, then the load. Raises OverBudget before anything moves.
@@ -187,7 +179,7 @@ class ModelHost:
                 if model_id in self._deployments and model_id != order.load_model_id:
                     await self.park(model_id, journal)
             if order.load_model_id and self.deployment(order.load_model_id).state_lost:
-                await self.make_room(self.deployment(order.load_model_id), journal)
+                await self._clear(self.deployment(order.load_model_id), journal)
             elif order.load_model_id:
                 await self.load(order.load_model_id, journal)
 
@@ -203,7 +195,7 @@ class ModelHost:
         process = self.settle(deployment, journal)
         if process is None or not self.residency.on_device(model_id):
             return
-        with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_OUT, charged_to)) as interval:
+        with journal.timed(self.swap_interval(deployment, t.INTERVAL_KIND_SWAP_OUT, charged_to)) as interval:
             try:
                 async with self._image_written(deployment):
                     report = await process.swap_out(model_id, deployment.components)
@@ -213,9 +205,10 @@ class ModelHost:
             except engine_errors.EngineError as error:
                 raise self.engine_failed(process, error, journal) from error
             interval.moved_bytes = report.bytes_moved
-        self._image_holds(deployment, report.parked)
+        self.image_holds(deployment, report.parked)
         self.residency.parked(model_id)
         journal.touch(model_id)
+        await self._measure(process, report.held_bytes - process.description.kv_cache_bytes)
 
     async def write_back(self, deployment: Deployment, journal: Journal) -> None:
         """Copies what is dirty of a model on the device to the host tier; it stays on the device."""
@@ -228,7 +221,7 @@ class ModelHost:
                 report = await process.write_back(model_id, deployment.components)
         except engine_errors.EngineError as error:
             raise self.engine_failed(process, error, journal) from error
-        self._image_holds(deployment, report.parked)
+        self.image_holds(deployment, report.parked)
         self.residency.written_back(model_id)
         journal.touch(model_id)
 
@@ -240,9 +233,11 @@ class ModelHost:
             yield
             deployment.host_state = before
 
-    def _image_holds(self, deployment: Deployment, parked: port.ParkedState) -> None:
+    def image_holds(self, deployment: Deployment, parked: port.ParkedState) -> None:
+        """Notes that the host image holds the model's state of this moment."""
         deployment.parked = parked
         deployment.host_state = HostState(parked, deployment.applied_sequence, deployment.weights_version)
+        self.tiers.holds(deployment.model_id, deployment.facts(), parked)
 
     async def load(self, model_id: str, journal: Journal, *, charged_to: str = "") -> None:
         """Brings a model's state onto the device, verified; parks whatever else is there."""
@@ -250,31 +245,88 @@ class ModelHost:
         self.settle(deployment, journal)
         if self.residency.on_device(model_id):
             return
-        process = await self.make_room(deployment, journal)
         if deployment.parked is None:
             raise StateLost(f"model {model_id} has no parked state: load a checkpoint or deploy it again")
-        with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_IN, charged_to)) as interval:
+        await self._clear(deployment, journal)
+        await self.preloads.settle(model_id)
+        with journal.timed(self.swap_interval(deployment, t.INTERVAL_KIND_SWAP_IN, charged_to)) as interval:
+            self.tiers.note_load(model_id, preloaded=self.residency.preloaded(model_id))
             try:
-                report = await process.swap_in(model_id, deployment.parked, deployment.components)
-            except engine_errors.EngineError as error:
-                failure = self.engine_failed(process, error, journal)
-                if isinstance(failure, HostStateCorrupt):
-                    self._lose(deployment, journal)
-                raise failure from error
+                async with self.tiers.held(model_id):
+                    process = await self._grant(deployment, journal)
+                    try:
+                        report = await process.swap_in(model_id, deployment.parked, deployment.components)
+                    except engine_errors.EngineError as error:
+                        raise self.engine_failed(process, error, journal) from error
+                    finally:
+                        self.residency.set_preloaded(model_id, preloaded=False)
+                    self.residency.loaded(model_id)
+            except HostStateCorrupt:
+                self._lose(deployment, journal)
+                raise
             interval.moved_bytes = report.bytes_moved
-        self.residency.loaded(model_id)
         journal.touch(model_id)
 
-    async def make_room(self, deployment: Deployment, journal: Journal) -> EngineProcess:
-        """Parks whatever else is on the device, and grants it to the model's engine, started if need be."""
+    @contextlib.asynccontextmanager
+    async def coming(self, deployment: Deployment, journal: Journal) -> AsyncIterator[EngineProcess]:
+        """Gives a model's engine the device, and the model a host image, for a new state that the block makes."""
+        await self._clear(deployment, journal)
+        await self.give_up_preload(deployment)
+        async with self.tiers.reserved(deployment.model_id):
+            yield await self._grant(deployment, journal)
+
+    async def prefetch(self, order: w.PrefetchOrder) -> None:
+        """Brings a parked state nearer to the device, beside what runs there.
+
+        Raises Cancelled when an order's own moves came first.
+        """
+        deployment = self.deployment(order.model_id)
+        if deployment.state_lost or deployment.parked is None:
+            raise StateLost(f"model {order.model_id} has no parked state to prefetch")
+        if self.residency.on_device(order.model_id):
+            return
+        try:
+            await self.tiers.prefetch(order.model_id)
+        except Interrupted:
+            raise Cancelled("the prefetch gave way to a swap") from None
+        except HostStateCorrupt:
+            self._lose(deployment, Journal())
+            self.on_unordered_change({order.model_id})
+            raise
+        process = self.supervisor.living(deployment.engine_key)
+        if order.tier == t.TIER_DEVICE and process is not None and process is self.device.holder:
+            async with self.tiers.held(order.model_id):
+                await self.preloads.run(deployment, process, self._attach)
+
+    async def give_up_preload(self, deployment: Deployment) -> None:
+        """Frees the device memory that a model was prefetched into; there may be none."""
+        await self.preloads.settle(deployment.model_id)
+        if self.residency.preloaded(deployment.model_id):
+            self.tiers.counters.prefetch_misses += 1
+            await self._let_go(deployment.model_id)
+
+    async def _clear(self, deployment: Deployment, journal: Journal) -> None:
+        """Parks whatever else is on the device, and gives up prefetched states that the model would not fit beside."""
         for model_id in self.residency.resident_models():
             if model_id != deployment.model_id:
                 await self.park(model_id, journal, charged_to=deployment.job_id)
-        process = await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
+        for model_id in self.residency.in_the_way(deployment.model_id):
+            await self.give_up_preload(self.deployment(model_id))
+
+    async def _grant(self, deployment: Deployment, journal: Journal) -> EngineProcess:
+        """Grants the device to a model's engine, started if need be, which then knows the model and its host image."""
+        process = await self.engine_of(deployment)
         try:
-            await self.device.grant(process)
-            if deployment.attached is not process:
-                await self._attach(deployment, process)
+            former = self.device.holder
+            if former is not process:
+                for model_id in self.models_of_process(former):
+                    await self.give_up_preload(self.deployment(model_id))
+            released = await self.device.grant(process)
+            for model_id in self.models_of_process(former) if former is not process else ():
+                self.residency.set_preloaded(model_id, preloaded=False)
+            if former is not None and released is not None:
+                await self._measure(former, released.held_bytes)
+            await self._attach(deployment, process)
         except engine_errors.EngineError as error:
             raise self.engine_failed(process, error, journal) from error
         return process
@@ -311,104 +363,51 @@ class ModelHost:
     async def close(self) -> None:
         """Ends the engines and frees the host tier."""
         await self.supervisor.close()
-        self.arena.close()
-
-    async def _build(
-        self, deployment: Deployment, process: EngineProcess, checkpoint: str | None, journal: Journal
-    ) -> None:
-        model_id = deployment.model_id
-        await self._declare(deployment, process, journal)
-        with journal.timed(self._swap_interval(deployment, t.INTERVAL_KIND_SWAP_IN)):
-            process = await self.make_room(deployment, journal)
-            try:
-                if checkpoint is None:
-                    state = await process.initialize(model_id, deployment.base.weights, deployment.weights_version)
-                else:
-                    state = await process.load(model_id, checkpoint, deployment.weights_version)
-            except engine_errors.EngineError as error:
-                raise self.engine_failed(process, error, journal) from error
-        self.residency.built(model_id)
-        deployment.weights_version = state.rollout_version
-        await self.park(model_id, journal)
-        if deployment.state_lost:
-            raise EngineDied(f"the engine of model {model_id} ended before the new state was parked")
-
-    async def _restore_snapshot(
-        self, deployment: Deployment, process: EngineProcess, snapshot: w.SnapshotRef, journal: Journal
-    ) -> None:
-        """Fills the host image from disk; the device is not needed. The first swap checks it once more."""
-        try:
-            layout = await self._declare(deployment, process, journal)
-            async with deployment.image_lock:
-                restored = await asyncio.to_thread(
-                    self.snapshots.restore,
-                    snapshot.snapshot_id,
-                    snapshot.manifest_sha256,
-                    self.arena.image(deployment.model_id).fd,
-                    layout,
-                    deployment.conditions,
-                )
-        except BaseException:
-            async with self.device.lock:
-                await self._forget(deployment)
-            raise
-        deployment.weights_version = restored.state.weights_version
-        self._image_holds(deployment, restored.state.parked)
-        self.residency.parked(deployment.model_id)
-
-    async def _restore_host_image(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
-        """Goes back to what the host image holds, after the engine died with what was newer."""
-        async with self.device.lock:
-            deployment = self._deployments.get(order.model_id)
-            held = deployment.host_state if deployment is not None and deployment.state_lost else None
-            if deployment is None or held is None or held.applied_sequence != order.host_image_sequence:
-                raise StateLost(
-                    f"this worker holds no host image of model {order.model_id} at sequence {order.host_image_sequence}"
-                )
-            deployment.order, deployment.state_lost = order, False
-            deployment.applied_sequence, deployment.weights_version = order.applied_sequence, held.weights_version
-            self._image_holds(deployment, held.parked)
-            self.residency.parked(order.model_id)
-            journal.touch(order.model_id)
-            return deployment.description()
-
-    async def _declare(self, deployment: Deployment, process: EngineProcess, journal: Journal) -> port.StateLayout:
-        """Makes a deployment known to its engine and to this worker, with no state yet."""
-        model_id = deployment.model_id
-        try:
-            layout = deployment.layout = await process.declare(model_id, deployment.settings)
-        except engine_errors.EngineError as error:
-            raise self.engine_failed(process, error, journal) from error
-        configuration = configuration_sha256(deployment.base.config_json)
-        deployment.conditions = machine.conditions(self.machine_type, configuration, process.description)
-        self.residency.add(model_id, {c.component: c.size_bytes for c in layout.components})
-        self.arena.allocate(model_id, layout.host_bytes)
-        self._deployments[model_id] = deployment
-        journal.touch(model_id)
-        return layout
-
-    async def _restore(self, model_ids: list[str], journal: Journal, charged_to: str) -> None:
-        """Loads back what was on the device before a deploy. What does not come back is reported as parked or lost."""
-        for model_id in model_ids:
-            if model_id in self._deployments and not self.deployment(model_id).state_lost:
-                try:
-                    await self.load(model_id, journal, charged_to=charged_to)
-                except WorkerError as error:
-                    _log.warning("not_loaded_back", model_id=model_id, reason=error.reason, message=error.message)
+        self.tiers.close()
 
     async def _attach(self, deployment: Deployment, process: EngineProcess) -> None:
         """Tells a child of a deployment and its host image; a child that is new learns of each when it is needed."""
-        image = self.arena.image(deployment.model_id)
+        if deployment.attached is process:
+            return
+        image = self.tiers.image(deployment.model_id)
         await process.declare(deployment.model_id, deployment.settings)
         await process.attach_host(deployment.model_id, image.fd, image.size_bytes)
         deployment.attached = process
 
-    async def _spare_if_unused(self, engine_key: str) -> None:
+    async def _let_go(self, model_id: str) -> None:
+        """Has a model's engine give up its host image, and what was prefetched from it."""
+        deployment = self.deployment(model_id)
+        process, deployment.attached = deployment.attached, None
+        self.residency.set_preloaded(model_id, preloaded=False)
+        if process is not None:
+            with contextlib.suppress(engine_errors.EngineDied):
+                await process.detach_host(model_id)
+
+    async def _measure(self, process: EngineProcess, held_bytes: int) -> None:
+        """Compares what an engine holds with what it held when it was new; one that keeps too much is ended.
+
+        The next swap starts another. Its models are parked, and stay so.
+        """
+        process.residue_bytes = max(0, held_bytes - process.floor_bytes)
+        in_use = any(self.residency.on_device(model_id) for model_id in self.models_of_process(process))
+        if process.residue_bytes > self._settings.residue_bytes and not in_use:
+            _log.warning(
+                "engine_replaced", pid=process.pid, residue_bytes=process.residue_bytes, held_bytes=held_bytes,
+                floor_bytes=process.floor_bytes, limit_bytes=self._settings.residue_bytes,
+            )  # fmt: skip
+            self.tiers.counters.engines_replaced += 1
+            await process.close()
+            self._note_death(process)
+
+    async def spare_if_unused(self, engine_key: str) -> None:
+        """Keeps the child of a key that no model uses any more for a while."""
         if not self.models_of(engine_key):
             await self.supervisor.spare(engine_key)
 
-    async def _forget(self, deployment: Deployment) -> None:
+    async def forget(self, deployment: Deployment) -> None:
+        """Forgets a model and frees all it holds here. The caller holds the device's lock."""
         model_id = deployment.model_id
+        await self.preloads.settle(model_id)
         process = self.supervisor.living(deployment.engine_key)
         if process is not None:
             try:
@@ -417,7 +416,7 @@ class ModelHost:
                 self._note_death(process)
         self._deployments.pop(model_id, None)
         self.residency.remove(model_id)
-        self.arena.release(model_id)
+        await self.tiers.remove(model_id)
         deployment.base.discard()
 
     def _note_death(self, process: EngineProcess) -> set[str]:
@@ -428,6 +427,7 @@ class ModelHost:
                 continue
             deployment.attached = None
             model_id = deployment.model_id
+            self.residency.set_preloaded(model_id, preloaded=False)
             if self.residency.on_device(model_id):
                 touched.add(model_id)
                 if self.residency.device_gone(model_id):
@@ -438,12 +438,14 @@ class ModelHost:
     def _lose(self, deployment: Deployment, journal: Journal) -> None:
         deployment.parked, deployment.host_state, deployment.state_lost = None, None, True
         self.residency.state_gone(deployment.model_id)
+        self.tiers.forget_state(deployment.model_id)
         journal.touch(deployment.model_id)
         _log.warning("parked_state_corrupt", model_id=deployment.model_id)
 
-    def _swap_interval(
+    def swap_interval(
         self, deployment: Deployment, kind: t.IntervalKind.ValueType, charged_to: str = ""
     ) -> t.DeviceInterval:
+        """Device time of a move, to be timed; charged to the model's own job unless another one causes it."""
         return t.DeviceInterval(
             kind=kind,
             worker_id=self.worker_id,

@@ -1,8 +1,8 @@
 """Takes orders, runs each once in its lane, and reports.
 
-Three lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap,
-run_call) and snapshots, which wait for their model's placement only. Abort acts at once. Whatever touches the device
-queues for its lock.
+Four lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap,
+run_call), snapshots and prefetches, which wait for their model's placement only. Abort acts at once. Whatever touches
+the device queues for its lock.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
 from plexrl_worker.outbox import Outbox
+from plexrl_worker.placement import Placement
 from plexrl_worker.snapshotter import Snapshotter
 
 _log = structlog.get_logger(__name__)
@@ -59,8 +60,9 @@ class Work:
 class OrderDesk:
     """All orders of this worker."""
 
-    def __init__(self, host: ModelHost, fences: Fences, outbox: Outbox) -> None:
+    def __init__(self, host: ModelHost, placement: Placement, fences: Fences, outbox: Outbox) -> None:
         self._host = host
+        self._placement = placement
         self._runner = CallRunner(host)
         self._snapshotter = Snapshotter(host)
         self._fences = fences
@@ -70,7 +72,8 @@ class OrderDesk:
         self._placement_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
         self._device_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
         self._snapshot_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
-        self._lanes = (self._placement_lane, self._device_lane, self._snapshot_lane)
+        self._prefetch_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._lanes = (self._placement_lane, self._device_lane, self._snapshot_lane, self._prefetch_lane)
         self.lanes: list[asyncio.Task[None]] = []
         self._closed = False
         host.on_unordered_change = self._tell_of
@@ -140,6 +143,8 @@ class OrderDesk:
                 self._queue(self._snapshot_lane, work, [order.snapshot.model_id])
             case "expire_snapshots":
                 self._enqueue(self._snapshot_lane, work)
+            case "prefetch":
+                self._queue(self._prefetch_lane, work, [order.prefetch.model_id])
             case "abort":
                 self._abort(work)
             case _:
@@ -249,6 +254,8 @@ class OrderDesk:
                 work.sink(self._finished(work, await self._outcome(work, self._snapshot(work))))
             case "expire_snapshots":
                 work.sink(self._finished(work, await self._outcome(work, self._expire(work))))
+            case "prefetch":
+                work.sink(self._finished(work, await self._outcome(work, self._prefetch(work))))
             case "run_call":
                 if work.attempt is not None and work.attempt.outcome is None:
                     self._end_call(work, await self._outcome(work, self._call(work)))
@@ -266,7 +273,7 @@ class OrderDesk:
             return w.OrderFinished(error=to_status(EngineFailed(f"a fault of the worker: {error!r}")))
 
     async def _deploy(self, work: Work) -> w.OrderFinished:
-        return w.OrderFinished(deployed=await self._host.deploy(work.order.deploy, work.journal))
+        return w.OrderFinished(deployed=await self._placement.deploy(work.order.deploy, work.journal))
 
     async def _drop(self, work: Work) -> w.OrderFinished:
         await self._host.drop(work.order.drop.model_id, work.journal)
@@ -274,6 +281,13 @@ class OrderDesk:
 
     async def _swap(self, work: Work) -> w.OrderFinished:
         await self._host.swap(work.order.swap_weights, work.journal)
+        return w.OrderFinished()
+
+    async def _prefetch(self, work: Work) -> w.OrderFinished:
+        try:
+            await self._host.prefetch(work.order.prefetch)
+        finally:
+            work.journal.touch(work.order.prefetch.model_id)
         return w.OrderFinished()
 
     async def _snapshot(self, work: Work) -> w.OrderFinished:

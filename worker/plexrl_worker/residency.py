@@ -31,11 +31,12 @@ class Residency:
     def __init__(self, device_budget_bytes: int) -> None:
         self._device_budget_bytes = device_budget_bytes
         self._models: dict[str, dict[Component, Copies]] = {}
+        self._preloaded: set[str] = set()
 
     @property
     def device_used_bytes(self) -> int:
-        """Bytes of model state on the device."""
-        return sum(self._device_bytes(model_id) for model_id in self._models)
+        """Bytes of model state on the device, what was brought there ahead of its swap included."""
+        return sum(self._device_bytes(model_id) for model_id in self._models) + sum(map(self._size, self._preloaded))
 
     def add(self, model_id: str, component_bytes: Mapping[Component, int]) -> None:
         """A deployment that has no state yet. Raises OverBudget when it could never be on the device."""
@@ -51,6 +52,7 @@ class Residency:
     def remove(self, model_id: str) -> None:
         """Forgets a deployment; forgetting one that is not here is fine."""
         self._models.pop(model_id, None)
+        self._preloaded.discard(model_id)
 
     def components(self, model_id: str) -> Mapping[Component, Copies]:
         """The components of a deployment, by name."""
@@ -60,8 +62,40 @@ class Residency:
             raise NotDeployed(f"model {model_id} is not on this worker") from None
 
     def on_device(self, model_id: str) -> bool:
-        """Whether any of the deployment's state is on the device."""
+        """Whether any of the deployment's state is in use on the device."""
         return any(copies.on_device for copies in self.components(model_id).values())
+
+    def preloaded(self, model_id: str) -> bool:
+        """Whether a parked state is also in spare device memory, ready for its swap."""
+        return model_id in self._preloaded
+
+    def set_preloaded(self, model_id: str, *, preloaded: bool) -> None:
+        """A parked state came into spare device memory, or is there no longer."""
+        if preloaded:
+            self._preloaded.add(model_id)
+        else:
+            self._preloaded.discard(model_id)
+
+    def check_preload(self, model_id: str) -> None:
+        """Raises OverBudget when the device's budget does not leave room for a state beside what is there."""
+        used, needed = self.device_used_bytes, self._size(model_id)
+        if used + needed > self._device_budget_bytes:
+            raise OverBudget(
+                f"prefetching model {model_id} to the device needs {needed} bytes beside {used}, its budget is "
+                f"{self._device_budget_bytes}: it stays in host memory",
+                metadata=self._numbers(needed, used),
+            )
+
+    def in_the_way(self, load_model_id: str) -> list[str]:
+        """Preloaded states to give up, so that a model that is coming onto the device fits its budget."""
+        leaving: list[str] = []
+        others = [model_id for model_id in self._models if model_id in self._preloaded and model_id != load_model_id]
+        kept = sum(self._device_bytes(model_id) for model_id in self._models if model_id != load_model_id)
+        used = kept + self._size(load_model_id) + sum(map(self._size, others))
+        while others and used > self._device_budget_bytes:
+            leaving.append(others.pop(0))
+            used -= self._size(leaving[-1])
+        return leaving
 
     def resident_models(self) -> list[str]:
         """The deployments with state on the device, in the order of their deployment."""
@@ -76,7 +110,7 @@ class Residency:
         """Raises OverBudget when loading a model, after the evictions, would exceed the device's budget."""
         leaving = {*evict_model_ids, load_model_id}
         kept = sum(self._device_bytes(model_id) for model_id in self._models if model_id not in leaving)
-        needed = sum(copies.size_bytes for copies in self.components(load_model_id).values())
+        needed = self._size(load_model_id)
         if kept + needed > self._device_budget_bytes:
             raise OverBudget(
                 f"loading model {load_model_id} needs {needed} bytes beside {kept} that stay on the device, its budget "
@@ -124,6 +158,9 @@ class Residency:
 
     def _device_bytes(self, model_id: str) -> int:
         return sum(copies.size_bytes for copies in self._models[model_id].values() if copies.on_device)
+
+    def _size(self, model_id: str) -> int:
+        return sum(copies.size_bytes for copies in self.components(model_id).values())
 
     def _numbers(self, needed_bytes: int, kept_bytes: int = 0) -> dict[str, str]:
         return {

@@ -39,6 +39,8 @@ class WorkerSettings:
     device: str
     device_state_bytes: int
     host_state_bytes: int
+    disk_state_bytes: int
+    residue_bytes: int
     kv_cache_bytes: int
     threads: int
     state_dir: Path
@@ -88,6 +90,10 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         device=options.device,
         device_state_bytes=parse_bytes(options.device_state_bytes, "--device-state-bytes"),
         host_state_bytes=parse_bytes(options.host_state_bytes, "--host-state-bytes"),
+        disk_state_bytes=0
+        if options.disk_state_bytes == "0"
+        else parse_bytes(options.disk_state_bytes, "--disk-state-bytes"),
+        residue_bytes=parse_bytes(options.residue_bytes, "--residue-bytes"),
         kv_cache_bytes=parse_bytes(options.kv_cache_bytes, "--kv-cache-bytes"),
         threads=options.threads,
         state_dir=state_dir,
@@ -154,6 +160,8 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--device", "cpu", "cpu or cuda:N")
     add("--device-state-bytes", "4G", "model state that the device may hold at a time, KV cache apart", metavar="BYTES")
     add("--host-state-bytes", "8G", "parked model state that this worker's host memory may hold", metavar="BYTES")
+    add("--disk-state-bytes", "64G", "parked model state that the state directory may hold; 0: none", metavar="BYTES")
+    add("--residue-bytes", "1G", "an engine that keeps more than this after a swap is replaced", metavar="BYTES")
     add("--kv-cache-bytes", "256M", "KV cache of an engine", metavar="BYTES")
     add("--threads", "2", "compute threads of an engine; bit-equal replay needs the same number", type=int)
     add("--state-dir", "plexrl-worker", "private directory of this daemon; one daemon at a time", metavar="DIR")

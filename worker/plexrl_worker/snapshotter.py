@@ -19,7 +19,7 @@ import structlog
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.checkpoints import CheckpointFacts, CommittedCheckpoint
 from plexrl_worker.deployment import Deployment, HostState
-from plexrl_worker.errors import OverBudget, StateLost
+from plexrl_worker.errors import StateLost
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
 from plexrl_worker.snapshots import copy_image
@@ -27,7 +27,6 @@ from plexrl_worker.snapshots import copy_image
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-_STAGING = "snapshot-staging"
 # Hashing and writing yield to whatever computes on the same cores.
 _NICE = 10
 
@@ -105,20 +104,17 @@ class Snapshotter:
             weights_version=state.weights_version,
             architecture=deployment.base.architecture,
         )
-        image, write = host.arena.image(deployment.model_id), host.snapshots.write
-        try:
-            staging = host.arena.allocate(_STAGING, image.size_bytes)
-        except OverBudget:
-            own = os.dup(image.fd)
-            return await self._in_thread(_then_close, own, write, facts, own, layout, parked, deployment.conditions)
-        try:
-            source, target = os.dup(image.fd), os.dup(staging.fd)
-            await self._in_thread(_then_close, source, _then_close, target, copy_image, source, target, layout, parked)
-            image_held.close()
-            own = os.dup(staging.fd)
-            return await self._in_thread(_then_close, own, write, facts, own, layout, parked, deployment.conditions)
-        finally:
-            host.arena.release(_STAGING)
+        write = host.snapshots.write
+        async with host.tiers.held(deployment.model_id) as image:
+            with host.tiers.borrowed(image.size_bytes) as staging:
+                if staging is not None:
+                    source, target = os.dup(image.fd), os.dup(staging.fd)
+                    await self._in_thread(
+                        _then_close, source, _then_close, target, copy_image, source, target, layout, parked
+                    )
+                    image_held.close()
+                own = os.dup(image.fd if staging is None else staging.fd)
+                return await self._in_thread(_then_close, own, write, facts, own, layout, parked, deployment.conditions)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)

@@ -163,7 +163,7 @@ class EngineSupervisor:
             )
         try:
             # A child starts with the device; whoever needs it there grants it.
-            await process.release_device()
+            process.floor_bytes = (await process.release_device()).held_bytes
         except engine_errors.EngineError as error:
             raise of_engine(error) from error
         return process

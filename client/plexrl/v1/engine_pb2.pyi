@@ -488,8 +488,34 @@ class EngineNoArguments(_message.Message):
 Global___EngineNoArguments: _TypeAlias = EngineNoArguments  # noqa: Y015
 
 @_typing.final
+class PreloadRequest(_message.Message):
+    """Brings a parked state into spare device memory, verified, for a swap_in to take without a copy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARKED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parked(self) -> Global___ParkedDeploymentState:
+        """What the image holds."""
+
+    def __init__(
+        self,
+        *,
+        parked: Global___ParkedDeploymentState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parked", b"parked"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parked", b"parked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreloadRequest: _TypeAlias = PreloadRequest  # noqa: Y015
+
+@_typing.final
 class EngineRequest(_message.Message):
-    """One function for the child to run; one runs at a time, in order of arrival."""
+    """One function for the child to run, in order of arrival: declare, attach_host, detach_host and preload one at a time, and
+    beside them the others one at a time.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,6 +540,8 @@ class EngineRequest(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     ABORT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
+    DETACH_HOST_FIELD_NUMBER: _builtins.int
+    PRELOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Unique in the life of the child; responses carry it."""
     deployment_id: _builtins.str
@@ -592,6 +620,14 @@ class EngineRequest(_message.Message):
     def write_back(self) -> Global___WriteBackRequest:
         """Copy dirty components to the host image, and keep them on the device."""
 
+    @_builtins.property
+    def detach_host(self) -> Global___EngineNoArguments:
+        """Let go of its host image."""
+
+    @_builtins.property
+    def preload(self) -> Global___PreloadRequest:
+        """Bring it into spare device memory."""
+
     def __init__(
         self,
         *,
@@ -616,12 +652,14 @@ class EngineRequest(_message.Message):
         load: Global___EngineLoadRequest | None = ...,
         abort_request_id: _builtins.int = ...,
         write_back: Global___WriteBackRequest | None = ...,
+        detach_host: Global___EngineNoArguments | None = ...,
+        preload: Global___PreloadRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "write_back"]  # noqa: Y015
+    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "write_back", "detach_host", "preload"]  # noqa: Y015
     _WhichOneofArgType_function: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_function) -> _WhichOneofReturnType_function | None: ...
 
@@ -815,12 +853,15 @@ class SwapReportResponse(_message.Message):
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     bytes_moved: _builtins.int
     """Copied bytes."""
     device_bytes: _builtins.int
     """Device memory released or allocated."""
     duration_s: _builtins.float
     """Seconds it took."""
+    held_bytes: _builtins.int
+    """Device memory that the process holds after it, measured."""
     @_builtins.property
     def parked(self) -> Global___ParkedDeploymentState:
         """What the host image holds now."""
@@ -832,10 +873,11 @@ class SwapReportResponse(_message.Message):
         device_bytes: _builtins.int = ...,
         duration_s: _builtins.float = ...,
         parked: Global___ParkedDeploymentState | None = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_moved", b"bytes_moved", "device_bytes", b"device_bytes", "duration_s", b"duration_s", "parked", b"parked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_moved", b"bytes_moved", "device_bytes", b"device_bytes", "duration_s", b"duration_s", "held_bytes", b"held_bytes", "parked", b"parked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,16 +956,20 @@ class ReleaseDeviceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
     """Bytes."""
+    held_bytes: _builtins.int
+    """Device memory that the process still holds, measured."""
     def __init__(
         self,
         *,
         released_bytes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_bytes", b"released_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "released_bytes", b"released_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,10 +64,11 @@ class WorkerCapabilities(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     MACHINE_TYPE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STORE_ID_FIELD_NUMBER: _builtins.int
+    DISK_STATE_BYTES_FIELD_NUMBER: _builtins.int
     device_state_bytes: _builtins.int
     """Bytes of model state that the device may hold at a time, KV cache apart."""
     host_state_bytes: _builtins.int
-    """Bytes of parked model state that the host tier may hold."""
+    """Bytes of parked model state that the host tier may hold; the least recently used of what is above goes to disk."""
     kv_cache_bytes: _builtins.int
     """Bytes of KV cache that an engine gets."""
     device_name: _builtins.str
@@ -78,6 +79,8 @@ class WorkerCapabilities(_message.Message):
     """Processor or accelerator model. A snapshot is restored on the same machine type only, for bit-equal replay."""
     checkpoint_store_id: _builtins.str
     """Identity of the snapshot and checkpoint directory: workers with equal ones share it."""
+    disk_state_bytes: _builtins.int
+    """Bytes of parked model state that the disk tier may hold; 0: there is none."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face architecture names, e.g. Qwen3ForCausalLM."""
@@ -113,10 +116,11 @@ class WorkerCapabilities(_message.Message):
         threads: _builtins.int = ...,
         machine_type: _builtins.str = ...,
         checkpoint_store_id: _builtins.str = ...,
+        disk_state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "precisions", b"precisions", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -359,7 +359,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_HOST: _Tier.ValueType  # 2
     """The worker's host memory."""
     TIER_DISK: _Tier.ValueType  # 3
-    """The checkpoint directory."""
+    """The worker's disk; comes back through host memory."""
     TIER_ABSENT: _Tier.ValueType  # 4
     """Nowhere."""
 
@@ -373,7 +373,7 @@ TIER_DEVICE: Tier.ValueType  # 1
 TIER_HOST: Tier.ValueType  # 2
 """The worker's host memory."""
 TIER_DISK: Tier.ValueType  # 3
-"""The checkpoint directory."""
+"""The worker's disk; comes back through host memory."""
 TIER_ABSENT: Tier.ValueType  # 4
 """Nowhere."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015

@@ -268,6 +268,36 @@ class SwapWeightsOrder(_message.Message):
 Global___SwapWeightsOrder: _TypeAlias = SwapWeightsOrder  # noqa: Y015
 
 @_typing.final
+class PrefetchOrder(_message.Message):
+    """Move a parked state up before it is needed, while the device works for another model. Costs the running call nothing but
+    bandwidth. A hint: what has no room is refused with OVER_BUDGET, and a swap that comes later does what is left to do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """The model."""
+    tier: _types_pb2.Tier.ValueType
+    """TIER_HOST: from disk to host memory. TIER_DEVICE: also into device memory that the budget leaves free, verified but not
+    in use; for a model that shares its engine with the one that has the device, else as far as TIER_HOST.
+    """
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        tier: _types_pb2.Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchOrder: _TypeAlias = PrefetchOrder  # noqa: Y015
+
+@_typing.final
 class RunCallOrder(_message.Message):
     """Execute a call. Its model must be on the device."""
 
@@ -373,6 +403,7 @@ class Order(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     EXPIRE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     order_id: _builtins.int
     """Unique in the term; reports carry it."""
     leader_term: _builtins.int
@@ -407,6 +438,10 @@ class Order(_message.Message):
     def expire_snapshots(self) -> Global___ExpireSnapshotsOrder:
         """Delete snapshots."""
 
+    @_builtins.property
+    def prefetch(self) -> Global___PrefetchOrder:
+        """Move a parked state up, beside what runs."""
+
     def __init__(
         self,
         *,
@@ -420,12 +455,13 @@ class Order(_message.Message):
         abort: Global___AbortOrder | None = ...,
         snapshot: Global___SnapshotOrder | None = ...,
         expire_snapshots: Global___ExpireSnapshotsOrder | None = ...,
+        prefetch: Global___PrefetchOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "leader_term", b"leader_term", "order_id", b"order_id", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "leader_term", b"leader_term", "order_id", b"order_id", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort", "snapshot", "expire_snapshots"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort", "snapshot", "expire_snapshots", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -799,6 +835,7 @@ class EngineStatus(_message.Message):
     HAS_DEVICE_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
+    RESIDUE_BYTES_FIELD_NUMBER: _builtins.int
     engine_key: _builtins.str
     """Fingerprint of architecture and configuration."""
     architecture: _builtins.str
@@ -813,6 +850,8 @@ class EngineStatus(_message.Message):
     """Resident set in bytes."""
     starts: _builtins.int
     """Times an engine of this key was started in this life of the worker."""
+    residue_bytes: _builtins.int
+    """Device memory that it held after its last swap out or release beyond what it held when it was new, in bytes."""
     @_builtins.property
     def model_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models inside."""
@@ -828,14 +867,69 @@ class EngineStatus(_message.Message):
         has_device: _builtins.bool = ...,
         resident_bytes: _builtins.int = ...,
         starts: _builtins.int = ...,
+        residue_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "engine_key", b"engine_key", "has_device", b"has_device", "model_ids", b"model_ids", "pid", b"pid", "resident_bytes", b"resident_bytes", "starts", b"starts", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "engine_key", b"engine_key", "has_device", b"has_device", "model_ids", b"model_ids", "pid", b"pid", "resident_bytes", b"resident_bytes", "residue_bytes", b"residue_bytes", "starts", b"starts", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class TierCounters(_message.Message):
+    """Moves between the tiers, counted over this life of the worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADS_FROM_DEVICE_FIELD_NUMBER: _builtins.int
+    LOADS_FROM_HOST_FIELD_NUMBER: _builtins.int
+    LOADS_FROM_DISK_FIELD_NUMBER: _builtins.int
+    PREFETCH_HITS_FIELD_NUMBER: _builtins.int
+    PREFETCH_MISSES_FIELD_NUMBER: _builtins.int
+    SPILLS_FIELD_NUMBER: _builtins.int
+    DISK_WRITES_FIELD_NUMBER: _builtins.int
+    DISK_WRITE_BYTES_FIELD_NUMBER: _builtins.int
+    ENGINES_REPLACED_FIELD_NUMBER: _builtins.int
+    loads_from_device: _builtins.int
+    """Loads onto the device that a prefetch had brought all the way."""
+    loads_from_host: _builtins.int
+    """Loads whose state was in host memory."""
+    loads_from_disk: _builtins.int
+    """Loads that waited for the disk."""
+    prefetch_hits: _builtins.int
+    """Loads that were the faster for a prefetch."""
+    prefetch_misses: _builtins.int
+    """Prefetched states that were given up or sent back to disk before they were used."""
+    spills: _builtins.int
+    """Parked states that left host memory for the disk."""
+    disk_writes: _builtins.int
+    """States written to disk, in the background or to make room."""
+    disk_write_bytes: _builtins.int
+    """Bytes of them."""
+    engines_replaced: _builtins.int
+    """Engines replaced for holding memory that a swap should have freed."""
+    def __init__(
+        self,
+        *,
+        loads_from_device: _builtins.int = ...,
+        loads_from_host: _builtins.int = ...,
+        loads_from_disk: _builtins.int = ...,
+        prefetch_hits: _builtins.int = ...,
+        prefetch_misses: _builtins.int = ...,
+        spills: _builtins.int = ...,
+        disk_writes: _builtins.int = ...,
+        disk_write_bytes: _builtins.int = ...,
+        engines_replaced: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_write_bytes", b"disk_write_bytes", "disk_writes", b"disk_writes", "engines_replaced", b"engines_replaced", "loads_from_device", b"loads_from_device", "loads_from_disk", b"loads_from_disk", "loads_from_host", b"loads_from_host", "prefetch_hits", b"prefetch_hits", "prefetch_misses", b"prefetch_misses", "spills", b"spills"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierCounters: _TypeAlias = TierCounters  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -854,6 +948,8 @@ class WorkerStatus(_message.Message):
     DEVICE_USED_BYTES_FIELD_NUMBER: _builtins.int
     HOST_USED_BYTES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -868,6 +964,8 @@ class WorkerStatus(_message.Message):
     """Bytes of parked state in the host tier."""
     version: _builtins.str
     """Its version."""
+    disk_used_bytes: _builtins.int
+    """Bytes of parked state on disk."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.WorkerCapabilities:
         """What it can do."""
@@ -884,6 +982,10 @@ class WorkerStatus(_message.Message):
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.CallAttempt]:
         """What it executes or has queued."""
 
+    @_builtins.property
+    def tiers(self) -> Global___TierCounters:
+        """What the tiers did."""
+
     def __init__(
         self,
         *,
@@ -898,10 +1000,12 @@ class WorkerStatus(_message.Message):
         device_used_bytes: _builtins.int = ...,
         host_used_bytes: _builtins.int = ...,
         version: _builtins.str = ...,
+        disk_used_bytes: _builtins.int = ...,
+        tiers: Global___TierCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

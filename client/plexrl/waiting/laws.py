@@ -289,6 +289,28 @@ class Drift:
 AnyLaw: TypeAlias = "Part | Drift"
 
 
+def scaled(law: AnyLaw, factor: float) -> AnyLaw:
+    """The law of `factor` times T."""
+    _positive(factor=factor)
+    match law:
+        case Drift():
+            return Drift(tuple((start, _scaled(part, factor)) for start, part in law.stages))
+        case _:
+            return _scaled(law, factor)
+
+
+def _scaled(law: Part, factor: float) -> Part:
+    match law:
+        case Gamma():
+            return Gamma(law.k, law.theta_s * factor)
+        case LogNormal():
+            return LogNormal(law.mu + float(np.log(factor)), law.sigma)
+        case Never():
+            return law
+        case Mixture():
+            return Mixture(law.weights, tuple(_scaled(part, factor) for part in law.parts))
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not (np.isfinite(value) and value > 0):

@@ -1,16 +1,14 @@
 """CallService: submit, watch, cancel, acknowledge, list, explain."""
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 from plexrl.v1 import call_pb2, call_pb2_grpc
 from plexrl_controller.api import messages
 from plexrl_controller.api.auth import identity, require_visible
 from plexrl_controller.api.explain import explain
-from plexrl_controller.api.status import normalize, status_of
+from plexrl_controller.api.job_stream import JobStream, checked_ids
 from plexrl_controller.api.validation import check_spec
 from plexrl_controller.dispatch import limits, submit
 from plexrl_controller.dispatch.core import Core
@@ -23,9 +21,6 @@ from plexrl_controller.lifecycle import jobs as job_lifecycle
 from plexrl_controller.store.paging import newest_first
 from plexrl_controller.store.port import Listing, Page
 
-MAX_PENDING_SUBMITS = 1024
-"""Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
-
 
 class CallService(call_pb2_grpc.CallServiceServicer):
     """The wire's CallService over the dispatcher's core."""
@@ -35,7 +30,9 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def SubmitCall(self, request: call_pb2.SubmitCallRequest, context: Any) -> call_pb2.Call:
         """Accepts a call."""
-        call = await submit.submit(self._core, await self._submission(request))
+        submission = self.submission(request)
+        await self.check_checkpoint(submission)
+        call = await submit.submit(self._core, submission)
         return await messages.full_call_message(self._core, call)
 
     async def Connect(
@@ -50,7 +47,7 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             raise FailedPrecondition(
                 f"job {job.name} is {job.state.name}. {job.message}".strip(), reason="JOB_NOT_ACTIVE"
             )
-        stream = _JobStream(self._core, job, self._submission)
+        stream = JobStream(self._core, job, self)
         async for response in stream.run(list(first.messages)[1:], request_iterator):
             yield response
 
@@ -91,7 +88,8 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def AckCalls(self, request: call_pb2.AckCallsRequest, context: Any) -> call_pb2.AckCallsResponse:
         """Drops results that have been taken."""
-        await _acknowledge(self._core, self._job(request.job_id), request)
+        job = self._job(request.job_id)
+        await submit.acknowledged(self._core, job, submit.acknowledge(self._core, job, checked_ids(request)))
         return call_pb2.AckCallsResponse()
 
     async def ListCalls(self, request: call_pb2.ListCallsRequest, context: Any) -> call_pb2.ListCallsResponse:
@@ -128,8 +126,8 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             call=messages.call_message(self._core, call), explanation=sentence, blocking_call_ids=blocking
         )
 
-    async def _submission(self, request: call_pb2.SubmitCallRequest) -> submit.Submission:
-        """Checks a submit as far as it can be checked without order."""
+    def submission(self, request: call_pb2.SubmitCallRequest) -> submit.Submission:
+        """Checks a submit as far as it can be checked without order and without a look at the store."""
         request_id = messages.request_id_of(request.request_id)
         job = self._job(request.job_id)
         model = self._core.ledger.models.get(ModelId(request.model_id))
@@ -139,8 +137,6 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         if kind.sequenced != bool(request.sequence):
             want = "a sequence number from 1" if kind.sequenced else "sequence 0: it is not sequenced"
             raise InvalidArgument(f"sequence: {request.sequence}; {kind.name.lower()} takes {want}")
-        if kind is CallKind.LOAD_CHECKPOINT and request.spec.load_checkpoint.checkpoint_id:
-            await self._check_checkpoint(request.spec.load_checkpoint.checkpoint_id)
         spec_bytes = request.spec.SerializeToString(deterministic=True)
         spec_sha256 = hashlib.sha256(spec_bytes).hexdigest()
         tags = messages.labels_of(request.tags, "tags")
@@ -158,9 +154,13 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             timeout_s=messages.seconds(request, "timeout", limits.DEFAULT_CALL_TIMEOUT_S, limits.CALL_TIMEOUT_RANGE_S),
         )
 
-    async def _check_checkpoint(self, checkpoint_id: str) -> None:
-        known = self._core.ledger.checkpoints.get(CheckpointId(checkpoint_id))
-        checkpoint = known or await self._core.store.get_checkpoint(CheckpointId(checkpoint_id))
+    async def check_checkpoint(self, submission: submit.Submission) -> None:
+        """Checks that the checkpoint to be loaded is there. Raises NotFound."""
+        checkpoint_id = CheckpointId(submission.spec.load_checkpoint.checkpoint_id)
+        if submission.kind is not CallKind.LOAD_CHECKPOINT or not checkpoint_id:
+            return
+        known = self._core.ledger.checkpoints.get(checkpoint_id)
+        checkpoint = known or await self._core.store.get_checkpoint(checkpoint_id)
         if checkpoint is None or not identity().may_see(checkpoint.tenant):
             raise NotFound(f"no checkpoint {checkpoint_id!r}")
 
@@ -175,122 +175,6 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             raise NotFound(f"no call {call_id!r}")
         require_visible(call.tenant, "call", call_id)
         return call
-
-
-class _JobStream:
-    """One client's stream: requests in, answers and updates out, several to a frame."""
-
-    def __init__(self, core: Core, job: Job, submission: Any) -> None:
-        self._core = core
-        self._job = job
-        self._submission = submission
-        self._answers: list[call_pb2.ServerMessage] = []
-        self._subscription = core.hub.watch_job(job.job_id)
-        self._slots = asyncio.Semaphore(MAX_PENDING_SUBMITS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ended = False
-        self._told: dict[CallId, tuple[int, int]] = {}
-
-    async def run(
-        self, first: list[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]
-    ) -> AsyncIterator[call_pb2.ConnectResponse]:
-        """Yields frames until the client closes its side or the rpc ends."""
-        core, job_id = self._core, self._job.job_id
-        for call_id in core.ledger.calls_of_job.get(job_id, ()):
-            self._subscription.note(call_id)
-        reader = asyncio.create_task(self._read(first, frames))
-        try:
-            while True:
-                changed = [] if self._ended and not self._tasks else await self._subscription.take()
-                answers, self._answers = self._answers, []
-                for call_id in changed:
-                    if (message := await self._update(call_id)) is not None:
-                        answers.append(message)
-                for start in range(0, len(answers), limits.MAX_FRAME_MESSAGES):
-                    yield call_pb2.ConnectResponse(messages=answers[start : start + limits.MAX_FRAME_MESSAGES])
-                if reader.done():
-                    reader.result()
-                    if not self._tasks and not self._answers:
-                        return
-        finally:
-            reader.cancel()
-            for task in self._tasks:
-                task.cancel()
-            core.hub.leave_job(job_id, self._subscription)
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(reader, *self._tasks, return_exceptions=True)
-
-    async def _update(self, call_id: CallId) -> call_pb2.ServerMessage | None:
-        call = self._core.ledger.calls.get(call_id)
-        if call is None or call_id in self._core.undurable:
-            # What is on its way to the store is published once it is there.
-            return None
-        progress = self._core.ledger.progress.get(call_id, (0, 0))[0]
-        if self._told.get(call_id) == (call.revision, progress):
-            return None
-        if call.state in call_lifecycle.TERMINAL:
-            self._told.pop(call_id, None)
-        else:
-            self._told[call_id] = (call.revision, progress)
-        return call_pb2.ServerMessage(updated=await messages.full_call_message(self._core, call))
-
-    async def _read(self, first: list[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]) -> None:
-        try:
-            for message in first:
-                await self._take(message)
-            async for frame in frames:
-                if len(frame.messages) > limits.MAX_FRAME_MESSAGES:
-                    raise InvalidArgument(
-                        f"a frame has {len(frame.messages)} messages; the limit is {limits.MAX_FRAME_MESSAGES}"
-                    )
-                for message in frame.messages:
-                    await self._take(message)
-        finally:
-            self._ended = True
-            self._notice()
-
-    async def _take(self, message: call_pb2.ClientMessage) -> None:
-        match message.WhichOneof("message"):
-            case "submit":
-                await self._slots.acquire()
-                self._spawn(self._submit(message.submit))
-            case "ack":
-                self._spawn(_acknowledge(self._core, self._job, message.ack))
-            case _:
-                raise InvalidArgument("a message on this stream is submit or ack; hello comes once, first")
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._notice()
-
-    def _notice(self) -> None:
-        self._subscription.note(CallId(""))
-
-    async def _submit(self, request: call_pb2.SubmitCallRequest) -> None:
-        try:
-            if request.job_id != self._job.job_id:
-                raise InvalidArgument("job_id: another job than the stream's")
-            call = await submit.submit(self._core, await self._submission(request))
-            answer = call_pb2.ServerMessage(accepted=messages.call_message(self._core, call))
-        except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status
-            status = status_of(normalize(error))
-            answer = call_pb2.ServerMessage(
-                rejected=call_pb2.SubmitRejected(request_id=request.request_id, error=status)
-            )
-        finally:
-            self._slots.release()
-        self._answers.append(answer)
-
-
-async def _acknowledge(core: Core, job: Job, request: call_pb2.AckCallsRequest) -> None:
-    if len(request.call_ids) > limits.MAX_ACK_CALLS:
-        raise InvalidArgument(f"call_ids: {len(request.call_ids)}, the limit is {limits.MAX_ACK_CALLS}")
-    await submit.acknowledge(core, job, request.call_ids)
 
 
 def page_size(requested: int) -> int:

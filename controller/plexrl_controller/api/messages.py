@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from google.rpc import status_pb2
 
 from plexrl.v1 import admin_pb2, call_pb2, job_pb2, model_pb2, registry_pb2, types_pb2
 from plexrl_controller.dispatch import limits
@@ -128,32 +127,53 @@ def model_message(core: Core, model: Model) -> model_pb2.Model:
     )
 
 
-def call_message(core: Core, call: Call) -> call_pb2.Call:
-    """A call without its result; a pending one says what it waits for."""
-    done, total = core.ledger.progress.get(call.call_id, (0, 0))
+def fill_call(message: call_pb2.Call, core: Core, call: Call) -> None:
+    """Writes a call without its result into an empty message; a pending one says what it waits for."""
+    message.call_id = call.call_id
+    message.request_id = call.request_id
+    message.job_id = call.job_id
+    message.model_id = call.model_id
+    message.kind = types_pb2.CallKind.ValueType(call.kind)
+    message.sequence = call.sequence
+    message.state = types_pb2.CallState.ValueType(call.state)
     reason = call.reason
     if call.state is CallState.PENDING:
         why = blocked(core.ledger, call)
         reason = why.reason if why is not None else CallReason.GROUP_BUSY
-    return call_pb2.Call(
-        call_id=call.call_id,
-        request_id=call.request_id,
-        job_id=call.job_id,
-        model_id=call.model_id,
-        kind=types_pb2.CallKind.ValueType(call.kind),
-        sequence=call.sequence,
-        state=types_pb2.CallState.ValueType(call.state),
-        reason=types_pb2.CallReason.ValueType(reason),
-        error=status_pb2.Status.FromString(call.error) if call.error is not None else None,
-        attempt=call.attempt,
-        weights_version=call.weights_version,
-        worker_id=call.worker_id or "",
-        progress_done=done,
-        progress_total=total,
-        create_time=timestamp(call.create_time),
-        start_time=timestamp(call.start_time),
-        end_time=timestamp(call.end_time),
-    )
+    message.reason = types_pb2.CallReason.ValueType(reason)
+    if call.error is not None:
+        message.error.MergeFromString(call.error)
+    message.attempt = call.attempt
+    message.weights_version = call.weights_version
+    message.worker_id = call.worker_id or ""
+    message.progress_done, message.progress_total = core.ledger.progress.get(call.call_id, (0, 0))
+    _fill_time(message.create_time, call.create_time)
+    if call.start_time is not None:
+        _fill_time(message.start_time, call.start_time)
+    if call.end_time is not None:
+        _fill_time(message.end_time, call.end_time)
+
+
+def _fill_time(message: timestamp_pb2.Timestamp, at: float) -> None:
+    message.seconds = seconds = int(at)
+    message.nanos = int((at - seconds) * 1e9)
+
+
+def call_message(core: Core, call: Call) -> call_pb2.Call:
+    """A call without its result."""
+    message = call_pb2.Call()
+    fill_call(message, core, call)
+    return message
+
+
+def fill_small_call(message: call_pb2.Call, core: Core, call: Call) -> bool:
+    """Writes a call with its result where it has one; False when the result must be read from the payload store."""
+    if call.result is not None and call.result.inline is None:
+        return False
+    fill_call(message, core, call)
+    if call.result is not None and call.result.inline is not None:
+        message.result.MergeFromString(call.result.inline)
+    return True
 
 
 async def full_call_message(core: Core, call: Call) -> call_pb2.Call:

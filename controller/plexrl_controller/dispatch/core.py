@@ -6,7 +6,7 @@ has it; scheduling may look at memory at once, because what it decides is writte
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -18,8 +18,9 @@ from plexrl_controller.dispatch.identifiers import time_ordered_id
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
 from plexrl_controller.dispatch.transport import Transport
+from plexrl_controller.dispatch.turns import Turns
 from plexrl_controller.dispatch.uploads import Uploads
-from plexrl_controller.domain.errors import DataLoss, NotFound
+from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
 from plexrl_controller.domain.ids import CallId, Tenant, WorkerId
 from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Worker
 from plexrl_controller.domain.states import WorkerState
@@ -29,7 +30,7 @@ from plexrl_controller.payloads import inline
 from plexrl_controller.payloads.port import PayloadStore
 from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.port import Store
-from plexrl_controller.store.writer import GroupWriter
+from plexrl_controller.store.writer import GroupWriter, Then
 
 log = structlog.get_logger("plexrl.controller")
 
@@ -66,7 +67,7 @@ class Core:
         self.invariant_violations = 0
         self.undurable: dict[CallId, int] = {}
         """Calls with transitions that are on their way to the store: not to be shown before they are there."""
-        self._wakes: dict[WorkerId, asyncio.Event] = {}
+        self.turns = Turns()
         self._bytes = _ByteCache(CACHE_BYTES)
 
     def batch(self) -> Batch:
@@ -74,30 +75,57 @@ class Core:
         return Batch(self.ledger, self.clock.now())
 
     async def commit(self, batch: Batch) -> None:
-        """Makes a batch durable, then releases its effects. Raises LeadershipLost when another controller leads."""
-        durable = self.post(batch)
-        await durable
-        self.release(batch)
+        """Makes a batch durable; its effects are released then. Raises LeadershipLost when another controller leads.
+
+        Whoever waits here may be cancelled, as the rpc of a client that went away is: the batch takes effect all the
+        same.
+        """
+        await asyncio.shield(self.post(batch))
 
     def post(self, batch: Batch) -> asyncio.Future[None]:
-        """Queues a batch for the store and wakes the groups that it concerns; the caller releases its effects."""
+        """As `queue`, with a future; it need not be awaited."""
+        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell(error: ControllerError | None) -> None:
+            if durable.done():
+                return
+            if error is None:
+                durable.set_result(None)
+            else:
+                durable.set_exception(error)
+                durable.exception()  # need not be awaited: the writer says that it has stopped
+
+        self.queue(batch, tell)
+        return durable
+
+    def queue(self, batch: Batch, then: Then | None = None) -> None:
+        """Queues a batch for the store and wakes the groups that it concerns. Once it is durable its effects are
+        released and then `then` is told, in the order of queueing.
+        """
         settle(batch)
-        for effect, record in batch.effects:
-            if effect is Effect.DELIVER and isinstance(record, Call):
-                self.undurable[record.call_id] = record.revision
-        durable = self.writer.post(batch.changes())
+        changed = batch.changed_calls()
+        for call in changed:
+            self.undurable[call.call_id] = call.revision
+
+        def tell(error: ControllerError | None) -> None:
+            if error is None:
+                self._release(batch, changed)
+            if then is not None:
+                then(error)
+
+        self.writer.queue(batch.changes(), tell)
         for _, record in batch.take(Effect.WAKE_GROUP):
             for worker_id in self._workers_of(record):
                 self.wake(worker_id)
-        return durable
 
-    def release(self, batch: Batch) -> None:
+    def _release(self, batch: Batch, changed: Sequence[Call]) -> None:
         """Performs the outward effects of a durable batch."""
+        for call in changed:
+            if self.undurable.get(call.call_id, 0) <= call.revision:
+                self.undurable.pop(call.call_id, None)
         for effect, record in batch.effects:
             match effect, record:
                 case Effect.DELIVER, Call():
-                    if self.undurable.get(record.call_id, 0) <= record.revision:
-                        self.undurable.pop(record.call_id, None)
                     self.hub.publish(record)
                 case Effect.SEND_ABORT, Call():
                     self._abort(record)
@@ -107,13 +135,9 @@ class Core:
                     pass
         batch.effects.clear()
 
-    def wake_event(self, worker_id: WorkerId) -> asyncio.Event:
-        """Set when the group's cycle should run."""
-        return self._wakes.setdefault(worker_id, asyncio.Event())
-
     def wake(self, worker_id: WorkerId) -> None:
         """Asks for a run of the group's cycle."""
-        self.wake_event(worker_id).set()
+        self.turns.wake(worker_id)
 
     def drop(self, model: Model) -> None:
         """Tells the model's worker to forget it; a worker that is gone has forgotten it already."""
@@ -121,10 +145,7 @@ class Core:
         if worker is None or worker.state is WorkerState.LOST:
             batch = self.batch()
             batch.transition(self.ledger.models[model.model_id], ModelEvent.DROPPED)
-            durable = self.post(batch)
-            durable.add_done_callback(
-                lambda done: None if done.cancelled() or done.exception() else self.release(batch)
-            )
+            self.queue(batch)
             return
         self.transport.send(worker.worker_id, [self.orders.drop(model.model_id, worker.incarnation)])
 

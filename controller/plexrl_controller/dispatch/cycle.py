@@ -1,11 +1,12 @@
 """The scheduling cycle of one worker group: 1 view, 2 decide, 3 check, 4 commit, 5 dispatch. `reports` does 6, record.
 
-One task per group. Clock, store and transport come with the core, so that live and simulation run the same cycle.
+A turn runs without a pause and only queues its commit; its orders leave once that is durable. Clock, store and
+transport come with the core, so that live and simulation run the same cycle.
 """
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from plexrl.v1 import types_pb2, worker_pb2
 from plexrl_controller.dispatch.cascade import fail
@@ -21,26 +22,30 @@ from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.scheduling.invariants import violations
 from plexrl_controller.scheduling.next_slice import next_slice
 from plexrl_controller.scheduling.plan import Hold, Serve, Wait, Yield
+from plexrl_controller.scheduling.views import ReadyCall
+
+MAX_ARGUMENT_BYTES = 256 * 1024 * 1024
+"""Of calls given to one worker and not finished; a single call may be larger. Arguments in its payloads alone count."""
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class GroupCycle:
-    """Decides and dispatches for one worker."""
+    """Decides and dispatches for one worker. `spawn` runs what reads arguments back from the payload store."""
 
-    def __init__(self, core: Core, worker_id: WorkerId) -> None:
+    def __init__(self, core: Core, worker_id: WorkerId, spawn: Spawn) -> None:
         self._core = core
         self._worker_id = worker_id
+        self._spawn = spawn
+        self._reading: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Runs until cancelled: once per wake-up, or when a hold ends."""
-        wake = self._core.wake_event(self._worker_id)
-        while True:
-            wait_s = await self.step()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), wait_s)
-            wake.clear()
+    def turn(self) -> None:
+        """Decides until there is nothing more to give, and asks for the next turn where only time will bring one."""
+        if self._reading is None:
+            self._core.turns.wake_after(self._worker_id, self._step())
 
-    async def step(self) -> float | None:
-        """Decides until there is nothing more to give; returns seconds until it must be asked again, if it must."""
+    def _step(self) -> float | None:
+        """Returns seconds until it must be asked again, if it must."""
         core = self._core
         self._deploy_due()
         while True:
@@ -63,7 +68,10 @@ class GroupCycle:
                     group.held_since = group.held_since if group.held_since is not None else now
                     return max(0.0, until - now)
                 case Serve() as serve:
-                    await self._serve(serve, now)
+                    calls = self._at_hand(serve.calls)
+                    if not calls:
+                        return None
+                    self._serve(serve, calls, now)
 
     def _deploy_due(self) -> None:
         """Sends deploy orders for models that their worker should build and has not been told to."""
@@ -77,19 +85,57 @@ class GroupCycle:
                 core.ledger.deploying[model_id] = worker.incarnation
                 core.transport.send(self._worker_id, [core.orders.deploy(model, worker.incarnation)])
 
-    async def _serve(self, decision: Serve, now: float) -> None:
+    def _at_hand(self, ready: Sequence[ReadyCall]) -> list[ReadyCall]:
+        """The first of the calls, as many as have their arguments in memory and may be given to the worker as well.
+        Where the first has not, its arguments are read and a turn follows.
+        """
+        ledger = self._core.ledger
+        given_bytes: int | None = None
+        calls: list[ReadyCall] = []
+        for call in ready:
+            spec = ledger.calls[call.call_id].spec
+            if spec is not None and spec.inline is None:
+                if given_bytes is None:
+                    given_bytes = sum(_argument_bytes(ledger.calls[c]) for c in ledger.calls_on_worker[self._worker_id])
+                given_bytes += spec.size_bytes
+                if given_bytes > MAX_ARGUMENT_BYTES and given_bytes > spec.size_bytes:
+                    break
+            if call.call_id not in ledger.specs:
+                if not calls:
+                    self._reading = self._spawn(self._read(call.call_id), f"read-{self._worker_id}")
+                break
+            calls.append(call)
+        return calls
+
+    async def _read(self, call_id: CallId) -> None:
+        """Reads a call's arguments back; a call whose arguments are lost fails here."""
+        core = self._core
+        try:
+            call = core.ledger.calls.get(call_id)
+            if call is not None:
+                await core.spec(call)
+        except DataLoss as error:
+            call = core.ledger.calls.get(call_id)
+            if call is not None and call.state is CallState.PENDING:
+                batch = core.batch()
+                fail(batch, call, CallReason.ENGINE_ERROR, error.message)
+                core.queue(batch)
+        finally:
+            self._reading = None
+            core.wake(self._worker_id)
+
+    def _serve(self, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         core, ledger = self._core, self._core.ledger
         worker, group = ledger.workers[self._worker_id], ledger.groups[self._worker_id]
         on_worker = ledger.calls_on_worker[self._worker_id]
-        specs = await self._specs([call.call_id for call in decision.calls])
         batch = core.batch()
-        dispatched: list[tuple[Call, int]] = []
+        orders: list[worker_pb2.Order] = []
+        if decision.load is not None or decision.evict:
+            orders.append(core.orders.swap(decision.load, decision.evict, worker.incarnation))
         # A job waits while it has something to run and nothing of it runs.
         idle, waited_s = not any(ledger.calls[c].job_id == decision.job_id for c in on_worker), 0.0
-        for ready in decision.calls:
-            call = ledger.calls.get(ready.call_id)
-            if call is None or call.state is not CallState.PENDING or ready.call_id not in specs:
-                break
+        for ready in calls:
+            call = ledger.calls[ready.call_id]
             since = ledger.ready_since.pop(call.call_id, now)
             waited_s = max(waited_s, now - since) if idle else 0.0
             call = batch.transition(
@@ -100,9 +146,8 @@ class GroupCycle:
                 worker_id=worker.worker_id,
                 worker_incarnation=worker.incarnation,
             )
-            dispatched.append((call, ready.after_sequence))
-        if not dispatched:
-            return
+            orders.append(core.orders.run(call, self._spec(call), ready.after_sequence))
+            group.used_at[ready.model_id] = now
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s
         self._charge_hold(batch, now)
@@ -111,29 +156,17 @@ class GroupCycle:
         group.on_device.difference_update(decision.evict)
         if decision.load is not None:
             group.on_device.add(decision.load)
-        for ready in decision.calls:
-            group.used_at[ready.model_id] = now
         batch.take(Effect.SEND_ORDER)
-        await core.commit(batch)
-        orders: list[worker_pb2.Order] = []
-        if decision.load is not None or decision.evict:
-            orders.append(core.orders.swap(decision.load, decision.evict, worker.incarnation))
-        orders.extend(core.orders.run(call, specs[call.call_id], after) for call, after in dispatched)
-        core.transport.send(self._worker_id, orders)
+        core.queue(batch, lambda error: self._send(orders) if error is None else None)
 
-    async def _specs(self, call_ids: Sequence[CallId]) -> dict[CallId, types_pb2.CallSpec]:
-        """The arguments of the calls; a call whose arguments are lost fails here."""
-        found: dict[CallId, types_pb2.CallSpec] = {}
-        for call_id in call_ids:
-            call = self._core.ledger.calls[call_id]
-            try:
-                found[call_id] = await self._core.spec(call)
-            except DataLoss as error:
-                batch = self._core.batch()
-                fail(batch, call, CallReason.ENGINE_ERROR, error.message)
-                await self._core.commit(batch)
-                break
-        return found
+    def _send(self, orders: Sequence[worker_pb2.Order]) -> None:
+        self._core.transport.send(self._worker_id, orders)
+
+    def _spec(self, call: Call) -> types_pb2.CallSpec:
+        """A call's arguments; large ones leave memory with the order and are read again should it be sent again."""
+        specs = self._core.ledger.specs
+        large = call.spec is not None and call.spec.inline is None
+        return specs.pop(call.call_id) if large else specs[call.call_id]
 
     def _charge_hold(self, batch: Batch, now: float) -> None:
         """Device time that was kept idle for a job while others waited is that job's."""
@@ -156,3 +189,8 @@ class GroupCycle:
                     end_unix_ns=int(now * 1e9),
                 )
             )
+
+
+def _argument_bytes(call: Call) -> int:
+    """Bytes of arguments that are too large for the call's row."""
+    return call.spec.size_bytes if call.spec is not None and call.spec.inline is None else 0

@@ -23,7 +23,8 @@ class Dispatcher:
         self.core = core
         self._history_s = history_s
         self._recorder = ReportRecorder(core)
-        self._cycles: dict[WorkerId, asyncio.Task[None]] = {}
+        self._cycles: dict[WorkerId, GroupCycle] = {}
+        self._reads: set[asyncio.Task[None]] = set()
         self._reaper: asyncio.Task[None] | None = None
         self._pruner: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -37,7 +38,8 @@ class Dispatcher:
         for worker in core.ledger.workers.values():
             if worker.state is not WorkerState.LOST:
                 core.transport.open(worker)
-                self._ensure_cycle(worker.worker_id)
+        core.turns.start(self._turn)
+        core.writer.before_commit = core.turns.run
         self._reaper = self._spawn(self._reap_for_ever(), "reaper")
         self._pruner = self._spawn(self._prune_for_ever(), "pruner")
         log.info(
@@ -47,7 +49,8 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops scheduling; what is durable stays for the next leader."""
-        tasks = [*self._cycles.values(), *(task for task in (self._reaper, self._pruner) if task is not None)]
+        self.core.turns.stop()
+        tasks = [*self._reads, *(task for task in (self._reaper, self._pruner) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -55,7 +58,6 @@ class Dispatcher:
 
     async def stream_opened(self, worker_id: WorkerId, incarnation: int, status: worker_pb2.WorkerStatus) -> None:
         """Orders can be sent to a worker."""
-        self._ensure_cycle(worker_id)
         await workers.stream_opened(self.core, worker_id, incarnation, status)
 
     async def reports_came(self, worker_id: WorkerId, incarnation: int, reports: Sequence[worker_pb2.Report]) -> None:
@@ -68,9 +70,24 @@ class Dispatcher:
         if worker is not None and worker.incarnation == incarnation:
             self.core.ledger.groups[worker_id].connected = False
 
-    def _ensure_cycle(self, worker_id: WorkerId) -> None:
+    def _turn(self, worker_id: WorkerId) -> None:
         if worker_id not in self._cycles:
-            self._cycles[worker_id] = self._spawn(GroupCycle(self.core, worker_id).run(), f"cycle-{worker_id}")
+            self._cycles[worker_id] = GroupCycle(self.core, worker_id, self._spawn_read)
+        try:
+            self._cycles[worker_id].turn()
+        except Exception as error:  # noqa: BLE001 - whatever it is: a group that is not served any more must not go unseen
+            self._fail(f"cycle-{worker_id}", error)
+
+    def _spawn_read(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._reads.add(task)
+        task.add_done_callback(self._read_ended)
+        return task
+
+    def _read_ended(self, task: asyncio.Task[None]) -> None:
+        self._reads.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(task.get_name(), error)
 
     async def _reap_for_ever(self) -> None:
         while True:
@@ -90,8 +107,10 @@ class Dispatcher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             return
-        error = task.exception() or RuntimeError(f"{task.get_name()} ended")
+        self._fail(task.get_name(), task.exception() or RuntimeError(f"{task.get_name()} ended"))
+
+    def _fail(self, name: str, error: BaseException) -> None:
         level = log.warning if isinstance(error, LeadershipLost) else log.error
-        level("task_ended", task=task.get_name(), error=repr(error), exc_info=error)
+        level("task_ended", task=name, error=repr(error), exc_info=error)
         if not self.failed.done():
             self.failed.set_result(error)

@@ -20,6 +20,10 @@ class Subscription:
         self._changed[call_id] = None
         self._event.set()
 
+    def wake(self) -> None:
+        """Ends a wait for changes, with none."""
+        self._event.set()
+
     async def take(self) -> list[CallId]:
         """Waits for changes and returns the calls that changed, in order of their first change."""
         await self._event.wait()

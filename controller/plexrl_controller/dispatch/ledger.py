@@ -101,6 +101,8 @@ class Ledger:
         self.progress: dict[CallId, tuple[int, int]] = {}
         self.specs: dict[CallId, types_pb2.CallSpec] = {}
         self._accepting: dict[ModelId, asyncio.Lock] = {}
+        self.arriving: dict[ModelId, int] = {}
+        """Calls of a model that are being accepted one after the other, each behind the write of its arguments."""
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
         self.round_trip_s: dict[JobId, float] = {}
@@ -173,6 +175,8 @@ class Ledger:
             self.calls_of_model.pop(model_id, None)
             self.residency.pop(model_id, None)
             self._accepting.pop(model_id, None)
+            if not self.arriving.get(model_id):
+                self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for index in (self.jobs, self.facts, self.accounts, self.round_trip_s):
@@ -302,6 +306,11 @@ class Batch:
         taken = [e for e in self.effects if e[0] in wanted]
         self.effects = [e for e in self.effects if e[0] not in wanted]
         return taken
+
+    def changed_calls(self) -> list[Call]:
+        """Calls that this batch accepts or of which there is something to tell, each as it last told of it."""
+        accepted = [record for record in self._inserts.values() if isinstance(record, Call)]
+        return accepted + [r for effect, r in self.effects if effect is Effect.DELIVER and isinstance(r, Call)]
 
     def changes(self) -> Changes:
         """Everything for the store."""

@@ -24,6 +24,7 @@ from plexrl_controller.domain.states import CallReason, CallState, JobState, Mod
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.views import Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,14 @@ def choose_worker(
 ) -> WorkerId:
     """Places a model. Raises Unavailable when a worker may come, FailedPrecondition when none can ever do."""
     request = PlacementRequest(
-        architecture=architecture_of(base),
-        catalogue=base.catalogue or None,
-        require=dict(affinity.require),
-        colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
-        avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         groups=(GroupRequest(state_bytes=state_bytes),),
+        requirements=Requirements(
+            architecture=architecture_of(base),
+            catalogue=base.catalogue or None,
+            labels=dict(affinity.require),
+            colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
+            avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
+        ),
     )
     match place(cluster_view(core.ledger), request, core.policy):
         case Placed() as placed:

@@ -19,6 +19,7 @@ from plexrl_controller.domain.states import CallKind, CallReason, CallState, Int
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.payloads import inline
 
 # Reasons of the worker that say nothing about the call itself: another attempt may succeed.
 _TRY_AGAIN = frozenset({"ENGINE_DIED", "ENGINE_HUNG", "OVER_BUDGET", "HOST_STATE_CORRUPT", "NOT_DEPLOYED"})
@@ -37,9 +38,13 @@ class ReportRecorder:
         self._core = core
 
     async def record(self, worker_id: WorkerId, incarnation: int, reports: Sequence[worker_pb2.Report]) -> None:
-        """Records a frame of reports in one commit, then releases what it means."""
+        """Records a frame of reports in one commit. Returns once it is queued: the next frame need not wait for it."""
         core, ledger = self._core, self._core.ledger
-        results = [await self._keep_result(report) for report in reports]
+        await core.writer.has_room()
+        results = [_small_result(report) for report in reports]
+        for index, report in enumerate(reports):
+            if results[index] is None:
+                results[index] = await self._keep_large_result(report)
         worker = ledger.workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             log.warning("reports_stale", worker=worker_id, incarnation=incarnation)
@@ -55,13 +60,11 @@ class ReportRecorder:
             except StaleTransition as stale:
                 log.info("report_stale", worker=worker_id, call=report.call.call_id, detail=stale.message)
         core.wake(worker_id)
-        await core.commit(batch)
+        core.queue(batch)
 
-    async def _keep_result(self, report: worker_pb2.Report) -> Payload | None:
-        if report.WhichOneof("event") != "finished" or not report.finished.HasField("result"):
-            return None
+    async def _keep_large_result(self, report: worker_pb2.Report) -> Payload | None:
         call = self._core.ledger.calls.get(CallId(report.call.call_id))
-        if call is None:
+        if call is None or not _has_result(report):
             return None
         return await self._core.keep(report.finished.result.SerializeToString(), call.tenant)
 
@@ -279,6 +282,19 @@ class ReportRecorder:
             sample = 2 * (interval.end_unix_ns - interval.start_unix_ns) / 1e9
             before = self._core.ledger.round_trip_s.get(job_id, sample)
             self._core.ledger.round_trip_s[job_id] = before + _ROUND_TRIP_WEIGHT * (sample - before)
+
+
+def _has_result(report: worker_pb2.Report) -> bool:
+    return report.WhichOneof("event") == "finished" and report.finished.HasField("result")
+
+
+def _small_result(report: worker_pb2.Report) -> Payload | None:
+    """A result that its call's row will carry."""
+    if not _has_result(report):
+        return None
+    result = report.finished.result
+    small = result.ByteSize() <= inline.INLINE_LIMIT_BYTES
+    return inline.inline_payload(result.SerializeToString()) if small else None
 
 
 def note_residency(core: Core, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:

@@ -4,12 +4,12 @@ Works on records and parsed specs; what a spec may contain is `api/validation`'s
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
-from plexrl_controller.dispatch.cascade import end
+from plexrl_controller.dispatch.cascade import end, settle
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.domain.errors import (
@@ -25,6 +25,7 @@ from plexrl_controller.domain.records import Call, Job, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.payloads import inline
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,45 +44,78 @@ class Submission:
     timeout_s: float
 
 
-async def submit(core: Core, submission: Submission) -> Call:
+class Arrival:
+    """A call's place among those of its model that are accepted one after the other. Taken at once, left once."""
+
+    def __init__(self, core: Core, model: Model) -> None:
+        self._arriving, self._model_id = core.ledger.arriving, model.model_id
+        self._arriving[self._model_id] = self._arriving.get(self._model_id, 0) + 1
+        self._left = False
+
+    def leave(self) -> None:
+        """Gives the place up; again is fine."""
+        if not self._left:
+            self._left = True
+            self._arriving[self._model_id] -= 1
+
+
+async def submit(core: Core, submission: Submission, arrival: Arrival | None = None) -> Call:
     """Accepts a call; when this returns, it is durable. The same request again returns the same call.
 
-    Raises AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
+    Calls of one model are accepted in the order of their arrivals, whatever their arguments' size. Raises
+    AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
     """
-    model, ledger = submission.model, core.ledger
-    await core.writer.has_room()
-    # One at a time per model: order of arrival is the order of acceptance, also behind a large payload's write.
-    async with ledger.accepting(model.model_id):
-        known = ledger.call_by_request.get((model.job_id, submission.request_id))
-        accepted = await _write_and_post(core, submission) if known is None else None
+    ledger, model = core.ledger, submission.model
+    arrival = arrival or Arrival(core, model)
+    try:
+        await core.writer.has_room()
+        async with ledger.accepting(model.model_id):
+            known = ledger.call_by_request.get((model.job_id, submission.request_id))
+            accepted = await _write_and_post(core, submission) if known is None else None
+    finally:
+        arrival.leave()
     if known is not None:
         return await _known_call(core, submission, *known)
     assert accepted is not None
-    batch, call, durable = accepted
-    if model.worker_id is not None:
-        core.wake(model.worker_id)
-    await durable
-    core.release(batch)
+    call, durable = accepted
+    await asyncio.shield(durable)
     return ledger.calls.get(call.call_id, call)
 
 
-async def _write_and_post(core: Core, submission: Submission) -> tuple[Batch, Call, asyncio.Future[None]]:
+def may_accept_now(core: Core, submission: Submission) -> bool:
+    """Whether `accept_now` applies: nothing is to be written or looked up first, and no earlier call of the model
+    waits.
+    """
+    return (
+        len(submission.spec_bytes) <= inline.INLINE_LIMIT_BYTES
+        and not core.ledger.arriving.get(submission.model.model_id)
+        and (submission.model.job_id, submission.request_id) not in core.ledger.call_by_request
+    )
+
+
+def accept_now(core: Core, batch: Batch, submission: Submission) -> Call:
+    """Accepts a call as part of a batch that the caller queues before it waits for anything. Raises as `submit`."""
+    payload = Payload(submission.spec_sha256, len(submission.spec_bytes), submission.spec_bytes)
+    return _accept(core, batch, submission, payload)
+
+
+async def _write_and_post(core: Core, submission: Submission) -> tuple[Call, asyncio.Future[None]]:
     """Writes the arguments, then accepts: from the check to the posting nothing waits."""
     payload = await core.keep(submission.spec_bytes, submission.model.tenant)
+    batch = core.batch()
     try:
-        batch, call = _accept(core, submission, payload)
+        call = _accept(core, batch, submission, payload)
     except ControllerError:
         await core.unkeep(submission.model.tenant, payload)
         raise
-    return batch, call, core.post(batch)
+    return call, core.post(batch)
 
 
-def _accept(core: Core, submission: Submission, payload: Payload) -> tuple[Batch, Call]:
-    """Checks against the present state and puts the call into memory; the caller posts the batch at once."""
+def _accept(core: Core, batch: Batch, submission: Submission, payload: Payload) -> Call:
+    """Checks against the present state and puts the call into memory; what is refused has changed nothing."""
     ledger = core.ledger
     model = ledger.model(submission.model.model_id)
     _check_accepting(core, ledger.job(model.job_id), model, submission)
-    batch = core.batch()
     version = _place_in_sequence(batch, model, submission)
     call = Call(
         call_id=CallId(core.new_id()),
@@ -99,11 +133,16 @@ def _accept(core: Core, submission: Submission, payload: Payload) -> tuple[Batch
         deadline=batch.now + submission.timeout_s,
         checkpoint_id=_checkpoint_id(core, submission),
     )
-    ledger.specs[call.call_id] = submission.spec
+    if payload.inline is not None:
+        ledger.specs[call.call_id] = submission.spec
     if submission.kind is CallKind.SYNC_WEIGHTS and submission.spec.sync_weights.in_flight == types_pb2.IN_FLIGHT_ABORT:
         _abort_older_generates(batch, model, submission.sequence)
     batch.insert(call)
-    return batch, call
+    if batch.effects:
+        settle(batch)
+    if model.worker_id is not None:
+        core.wake(model.worker_id)
+    return call
 
 
 async def cancel(core: Core, call: Call) -> Call:
@@ -114,21 +153,27 @@ async def cancel(core: Core, call: Call) -> Call:
     return core.ledger.calls.get(call.call_id, call)
 
 
-async def acknowledge(core: Core, job: Job, call_ids: Sequence[str]) -> None:
-    """Drops results that the client has taken; what is not terminal or not known is left alone."""
+def acknowledge(core: Core, job: Job, call_ids: Iterable[str]) -> list[Payload]:
+    """Drops results that the client has taken; what is not terminal or not known is left alone. Queues its commit, and
+    returns the payloads that may go once that is durable.
+    """
     batch = core.batch()
-    done: list[Call] = []
+    freed: list[Payload] = []
     for call_id in dict.fromkeys(call_ids):
         call = core.ledger.calls.get(CallId(call_id))
         if call is None or call.job_id != job.job_id or call.state not in call_lifecycle.TERMINAL:
             continue
         batch.update(call, acknowledged=True, spec=None, result=None)
-        done.append(call)
-    for call in done:
         core.ledger.forget_call(call)
-    await core.commit(batch)
-    for call in done:
-        await core.unkeep(call.tenant, call.spec, call.result)
+        freed += [payload for payload in (call.spec, call.result) if payload is not None and payload.inline is None]
+    core.queue(batch)
+    return freed
+
+
+async def acknowledged(core: Core, job: Job, freed: Sequence[Payload]) -> None:
+    """Waits until acknowledgements queued so far are durable, then gives up the payloads that they freed."""
+    await core.commit(core.batch())
+    await core.unkeep(job.tenant, *freed)
 
 
 async def _known_call(core: Core, submission: Submission, request_hash: str, call_id: CallId) -> Call:

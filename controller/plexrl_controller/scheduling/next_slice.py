@@ -20,7 +20,7 @@ def next_slice(view: GroupView, now: float, policy: Policy) -> Plan:
         return Plan(Wait("worker unavailable"))
     serving = view.job(view.serving) if view.serving is not None else None
     waiting = [job for job in view.jobs if job is not serving and _has_ready(job)]
-    starving = [job for job in waiting if now - waiting_since(job) > policy.starvation_bound_s]
+    starving = [job for job in waiting if now - waiting_since(job) >= policy.starvation_bound_s]
     if view.in_flight:
         action, again_at = _running(view, serving, waiting, starving, now, policy)
     else:
@@ -85,12 +85,14 @@ def _free(
     """No calls are in flight: whose turn is it?"""
     continues = serving is not None and _has_ready(serving)
     if serving is not None and continues:
-        if not waiting or (not starving and now - view.slice_start < policy.quantum_s):
+        if not waiting or (not starving and _keeps(view, serving, now, policy)):
             return _serve(view, serving, waiting, starving, policy), None
     elif not waiting:
         return Wait("no ready call"), None
-    elif serving is not None and not starving:
-        until = hold_until(serving, now, policy)
+    elif serving is not None and not starving and _keeps(view, serving, now, policy):
+        # Never past the moment from which somebody starves.
+        starves_at = min(waiting_since(job) for job in waiting) + policy.starvation_bound_s
+        until = min(hold_until(serving, now, policy), starves_at)
         if until > now:
             return Hold(serving.job_id, until), until
     chosen = _choose(waiting, starving, serving if continues else None, now, policy)
@@ -112,18 +114,51 @@ def _running(
         again_at = view.chunk_start + policy.chunk_s
         if now >= again_at:
             chosen = _choose(waiting, starving, serving, now, policy)
-            if chosen is not serving:
+            if chosen is not serving and (starving or _comes_first(chosen, serving)):
                 return Yield(serving.job_id, chosen.job_id), None
             again_at = now + policy.chunk_s
     if serving is None or not _has_ready(serving):
         return Wait("calls in flight"), again_at
-    if starving or (waiting and now - view.slice_start >= policy.quantum_s):
+    if starving or (waiting and not _keeps(view, serving, now, policy)):
         return Wait("quantum used, calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
     model = _model_of(serving)
     if room <= 0 or not model.on_device:
         return Wait("calls in flight"), again_at
     return Serve(serving.job_id, _ahead(model.ready, room, policy.chunk_s, 0.0)), again_at
+
+
+def _comes_first(waiting: JobView, running: JobView) -> bool:
+    """Whether a waiting job is worth parking calls for at the end of their chunk.
+
+    Taking turns helps short calls behind long ones. Between calls of equal length it would only make both late.
+    """
+    if waiting.over_quota != running.over_quota:
+        return running.over_quota
+    work_s = _work_s(waiting)
+    return work_s is None or running.in_flight_left_s is None or work_s < running.in_flight_left_s
+
+
+def _work_s(job: JobView) -> float | None:
+    """Estimated work of a job's ready calls; None while nothing is known of one of them."""
+    total = 0.0
+    for model in job.models:
+        for call in model.ready:
+            if call.expected_s is None:
+                return None
+            total += call.expected_s
+    return total
+
+
+def _keeps(view: GroupView, serving: JobView, now: float, policy: Policy) -> bool:
+    """Whether the slice of the serving job goes on although others wait."""
+    match policy.hold:
+        case HoldRule.ITERATION if serving.mid_iteration:
+            return True
+        case HoldRule.PHASE if serving.mid_phase:
+            return True
+        case _:
+            return now - view.slice_start < max(policy.quantum_s, serving.round_trip_s / policy.max_swap_share)
 
 
 def _choose(

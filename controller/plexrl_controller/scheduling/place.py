@@ -1,18 +1,21 @@
 """Where a job's groups go, or the reason why nowhere. Pure; called at job boundaries and after losses."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 
 from plexrl_controller.domain.ids import GroupId, JobId, ModelId, Tenant, WorkerId
 from plexrl_controller.scheduling.policy import Policy, Strategy
 from plexrl_controller.scheduling.queueing import Prediction, predict
 from plexrl_controller.scheduling.views import (
+    NOTHING_REQUIRED,
     ClusterView,
     Demand,
     Hardware,
     NodeView,
     PlacedGroupView,
+    Requirements,
     Reservation,
 )
 
@@ -48,12 +51,7 @@ class PlacementRequest:
     slowdown_target: float = 1.3
     expected_s: float | None = None
     """Estimated length of the job: what lets it backfill."""
-    architecture: str | None = None
-    """Hugging Face architecture name, where the base tells it."""
-    catalogue: str | None = None
-    require: Mapping[str, str] = field(default_factory=dict)
-    colocate: frozenset[ModelId] = frozenset()
-    avoid: frozenset[ModelId] = frozenset()
+    requirements: Requirements = NOTHING_REQUIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +165,9 @@ def _after(view: ClusterView, at: float) -> ClusterView:
     return ClusterView(tuple(groups), tuple(nodes), max(at, view.now))
 
 
+_Misfit = tuple[Blocker, str]
+
+
 class _Search:
     """The search for one gang: candidates in the strategy's order, the first that fits wins, misfits are counted."""
 
@@ -185,10 +186,12 @@ class _Search:
         self._policy = policy
         self._taken = taken
         self._elsewhere_wait_s = elsewhere_wait_s
-        self._misfits: dict[Blocker, list[str]] = {}
+        self._limit = request.slowdown_target - policy.slowdown_margin
+        self._counts: dict[Blocker, int] = {}
+        self._texts: dict[Blocker, list[str]] = {}
         self._cold = wanted.demand is None and policy.cold_spread
         self._may_share = policy.share_rollout or wanted.side is not Side.ROLLOUT
-        self._group_fits: dict[int, tuple[Blocker, str] | None] = {}
+        self._group_fits: dict[int, _Misfit | None] = {}
         self._promised: dict[GroupId, float] = {}
         for reservation in view.reservations:
             if reservation.job_id != request.job_id:
@@ -201,49 +204,45 @@ class _Search:
         spread = self._cold or self._policy.strategy is not Strategy.PACK
         if spread and (fresh := self._new_group()) is not None:
             return fresh
-        for group in self._candidates(spread):
-            if (assignment := self._join(group)) is not None:
-                return assignment
+        for group, load in self._candidates(spread):
+            misfit = self._misfit(group, load)
+            prediction = None
+            if misfit is None and group.members and self._policy.predict_slowdown and not self._cold:
+                prediction, misfit = self._predict(group)
+            if misfit is None:
+                return Assignment(self._wanted.side, group.worker_ids, group.group_id, prediction)
+            self._count(misfit, group)
         if not spread and (fresh := self._new_group()) is not None:
             return fresh
         return self._refusal()
 
-    def _candidates(self, spread: bool) -> Sequence[PlacedGroupView]:
-        """Groups of the right size, fullest first, or emptiest first to spread."""
-        size = self._wanted.world_size
+    def _candidates(self, spread: bool) -> Sequence[tuple[PlacedGroupView, float]]:
+        """Groups of the right size with their load, fullest first, or to spread the emptiest first."""
+        size, unknown_share = self._wanted.world_size, self._policy.cold_busy_share
         ranked = []
+        others = 0
         for group in self._view.groups:
-            if len(group.worker_ids) == size:
-                load = sum([m.demand.busy_share if m.demand is not None else 1.0 for m in group.members])
-                parked = sum([m.state_bytes for m in group.members])
-                ranked.append((load if spread else -load, len(group.members), parked, group.group_id, group))
-            else:
-                self._count(Blocker.GANG, f"{group.group_id}: has {len(group.worker_ids)} rank(s), not {size}")
+            if len(group.worker_ids) != size:
+                others += 1
+                continue
+            load = sum([m.demand.busy_share if m.demand is not None else unknown_share for m in group.members])
+            parked = sum([m.state_bytes for m in group.members])
+            ranked.append((load if spread else -load, parked, len(group.members), group.group_id, group, load))
+        if others:
+            self._counts[Blocker.GANG] = others
+            self._texts[Blocker.GANG] = [f"no other group has {size} rank(s)"]
         ranked.sort(key=lambda entry: entry[:4])
-        return [entry[4] for entry in ranked]
+        return [(entry[4], entry[5]) for entry in ranked]
 
-    def _join(self, group: PlacedGroupView) -> Assignment | None:
-        misfit = self._misfit(group)
-        if misfit is not None:
-            self._count(misfit[0], f"{group.group_id}: {misfit[1]}")
-            return None
-        prediction = None
-        if group.members and self._policy.predict_slowdown and not (self._cold and self._is_known(group)):
-            prediction = self._predict(group)
-            if (misfit := self._misses(group, prediction)) is not None:
-                self._count(misfit[0], f"{group.group_id}: {misfit[1]}")
-                return None
-        return Assignment(self._wanted.side, group.worker_ids, group.group_id, prediction)
-
-    def _misfit(self, group: PlacedGroupView) -> tuple[Blocker, str] | None:
+    def _misfit(self, group: PlacedGroupView, load: float) -> _Misfit | None:
         """Why the group cannot take the gang, whatever its members' demands are."""
         wanted, members = self._wanted, group.members
         if (misfit := self._hardware_misfit(group.hardware)) is not None:
             return misfit
         model_ids = frozenset[ModelId]().union(*[m.model_ids for m in members])
-        if not self._request.colocate <= model_ids:
+        if not self._request.requirements.colocate <= model_ids:
             return Blocker.CONSTRAINT, "lacks a model to colocate with"
-        if self._request.avoid & model_ids:
+        if self._request.requirements.avoid & model_ids:
             return Blocker.CONSTRAINT, "has a model to stay away from"
         if self._taken.intersection(group.worker_ids):
             return Blocker.GANG, "already has another group of this job"
@@ -260,24 +259,29 @@ class _Search:
         promised = self._promised.get(group.group_id)
         if promised is not None and not self._ends_by(promised):
             return Blocker.RESERVED, f"is promised in {max(0.0, promised - self._view.now):.0f} s"
+        if wanted.demand is not None and members and self._policy.predict_slowdown:
+            # A cheap necessary condition first: nobody runs faster than the group's capacity allows.
+            share = load + wanted.demand.busy_share
+            if share > self._limit:
+                return Blocker.SLOWDOWN, f"{share:.2f} of its time would be asked for, the target is {self._limit:g}"
         return None
 
-    def _hardware_misfit(self, hardware: Hardware) -> tuple[Blocker, str] | None:
+    def _hardware_misfit(self, hardware: Hardware) -> _Misfit | None:
         """The same for what the workers offer; remembered, because most workers are alike."""
         known = self._group_fits
         if id(hardware) not in known:
             known[id(hardware)] = self._compare(hardware)
         return known[id(hardware)]
 
-    def _compare(self, hardware: Hardware) -> tuple[Blocker, str] | None:
-        request, wanted = self._request, self._wanted
+    def _compare(self, hardware: Hardware) -> _Misfit | None:
+        request, wanted = self._request.requirements, self._wanted
         if request.architecture is not None and request.architecture not in hardware.architectures:
             offered = ", ".join(sorted(hardware.architectures)) or "no architecture"
             return Blocker.CONSTRAINT, f"offers {offered}, not {request.architecture}"
         if request.catalogue is not None and request.catalogue not in hardware.catalogue:
             entries = ", ".join(sorted(hardware.catalogue)) or "no entry"
             return Blocker.CONSTRAINT, f"catalogue has {entries}, not {request.catalogue!r}"
-        for key, value in sorted(request.require.items()):
+        for key, value in sorted(request.labels.items()):
             if hardware.labels.get(key) != value:
                 return Blocker.CONSTRAINT, f"label {key}={hardware.labels.get(key, '(absent)')}, want {key}={value}"
         if wanted.state_bytes > hardware.device_state_bytes:
@@ -292,15 +296,11 @@ class _Search:
             )
         return None
 
-    def _is_known(self, group: PlacedGroupView) -> bool:
-        return all(m.demand is not None for m in group.members)
-
-    def _predict(self, group: PlacedGroupView) -> Prediction:
-        return predict(
-            self._demands(group),
-            swapping=swaps(group, self._wanted.state_bytes),
-            correct_variation=self._policy.correct_variation,
-        )
+    def _predict(self, group: PlacedGroupView) -> tuple[Prediction, _Misfit | None]:
+        """How the members would fare, and what forbids it: a missed target, or swaps that eat the gain."""
+        demands = self._demands(group)
+        prediction = _expect(demands, self._policy, swapping=swaps(group, self._wanted.state_bytes))
+        return prediction, self._misses(group, demands, prediction)
 
     def _demands(self, group: PlacedGroupView) -> list[Demand]:
         """Of the members and the new one; what is unknown is assumed with care."""
@@ -309,9 +309,7 @@ class _Search:
         assumed = Demand(iteration_s, self._policy.cold_busy_share * iteration_s)
         return [*[m.demand or assumed for m in group.members], self._wanted.demand or assumed]
 
-    def _misses(self, group: PlacedGroupView, prediction: Prediction) -> tuple[Blocker, str] | None:
-        """Whose target would be missed, or whether the swaps would eat the gain."""
-        demands = self._demands(group)
+    def _misses(self, group: PlacedGroupView, demands: Sequence[Demand], prediction: Prediction) -> _Misfit | None:
         targets = [*[m.slowdown_target for m in group.members], self._request.slowdown_target]
         elsewhere = [*[m.elsewhere_wait_s for m in group.members], self._elsewhere_wait_s]
         for index, slowdown in enumerate(prediction.slowdowns):
@@ -319,7 +317,7 @@ class _Search:
             if total > targets[index] - self._policy.slowdown_margin:
                 who = f"member {group.members[index].job_id}" if index < len(group.members) else "the job"
                 return Blocker.SLOWDOWN, f"{who} would run {total:.2f} times slower, its target is {targets[index]:g}"
-        before = predict(demands[:-1], swapping=swaps(group, 0), correct_variation=self._policy.correct_variation).work
+        before = _expect(demands[:-1], self._policy, swapping=swaps(group, 0)).work
         if prediction.work < before + self._policy.min_gain:
             return (
                 Blocker.SWAPS,
@@ -341,7 +339,7 @@ class _Search:
                 alike.setdefault(id(node.hardware), (node.hardware, []))[1].append(node)
         if available - held < size:
             if available >= size:
-                self._count(Blocker.RESERVED, f"{held} of {available} free workers are promised to a waiting job")
+                self._count((Blocker.RESERVED, f"{held} of {available} free workers are promised to a waiting job"))
             return None
         for _, nodes in alike.values():
             if (workers := self._gang(nodes, size)) is not None:
@@ -368,31 +366,49 @@ class _Search:
     def _ends_by(self, at: float) -> bool:
         return self._request.expected_s is not None and self._view.now + self._request.expected_s <= at
 
-    def _count(self, blocker: Blocker, text: str) -> None:
-        self._misfits.setdefault(blocker, []).append(text)
+    def _count(self, misfit: _Misfit, group: PlacedGroupView | None = None) -> None:
+        blocker, text = misfit
+        self._counts[blocker] = self._counts.get(blocker, 0) + 1
+        texts = self._texts.setdefault(blocker, [])
+        if len(texts) < _TEXTS:
+            texts.append(f"{group.group_id}: {text}" if group is not None else text)
 
     def _refusal(self) -> Refused:
-        """One sentence: how many groups were looked at, and why the first few do not fit."""
+        """One sentence: what was wanted, what is free, and what stands in the way on most groups.
+
+        Of several obstacles the one that may pass is named: it tells what to wait for.
+        """
         free = sum([len(node.free) for node in self._view.nodes])
-        looked = sum(len(texts) for texts in self._misfits.values())
-        # What may pass comes first: it tells what to wait for.
-        for blocker in (*_TEMPORARY, *Blocker):
-            if blocker in self._misfits:
-                break
-        else:
-            blocker = Blocker.GANG
-        texts = self._misfits.get(blocker, [])
-        gang = f"{self._wanted.world_size} worker(s) wanted for {self._wanted.side.value}, {free} free"
+        passing = [b for b in _TEMPORARY if b in self._counts]
+        blocker = max(passing or list(self._counts) or [Blocker.GANG], key=lambda b: self._counts.get(b, 0))
+        wanted = f"{self._wanted.world_size} worker(s) for {self._wanted.side.value}"
+        looked, hindered = len(self._view.groups), self._counts.get(blocker, 0)
+        texts = "; ".join(self._texts.get(blocker, ()))
         return Refused(
-            f"{gang}; none of {looked} group(s) fits, {len(texts)} by {blocker.value}: {'; '.join(sorted(texts)[:4])}",
+            f"{wanted}: {free} free, and of {looked} group(s) {hindered} do not fit by {blocker.value}: {texts}",
             temporary=blocker in _TEMPORARY,
             blocker=blocker,
         )
 
 
+_TEXTS = 4
 _TEMPORARY = (Blocker.NOT_READY, Blocker.RESERVED, Blocker.SLOWDOWN, Blocker.SWAPS, Blocker.MEMBERS)
 
 
 def swaps(group: PlacedGroupView, incoming_bytes: int) -> bool:
     """Whether the members' states and an incoming one together exceed the device, so that turns cost swaps."""
     return sum([m.state_bytes for m in group.members]) + incoming_bytes > group.hardware.device_state_bytes
+
+
+def predict_group(group: PlacedGroupView, policy: Policy) -> Prediction:
+    """How the members of a group fare as it is; every member's demand must be known."""
+    return _expect([m.demand for m in group.members if m.demand is not None], policy, swapping=swaps(group, 0))
+
+
+def _expect(demands: Sequence[Demand], policy: Policy, *, swapping: bool) -> Prediction:
+    return predict(
+        demands,
+        swapping=swapping,
+        correct_variation=policy.correct_variation,
+        chunk_s=policy.chunk_s if policy.chunking else inf,
+    )

@@ -51,6 +51,8 @@ class Policy:
     hold: HoldRule = HoldRule.SKI_RENTAL
     quantum_s: float = 10.0
     """A job that always has work keeps the group this long while others wait."""
+    max_swap_share: float = 0.25
+    """It keeps it for longer where swaps are dear: they take at most this share of a slice's length."""
     starvation_bound_s: float = 600.0
     """Jobs whose oldest call has waited for longer are served first, in turn, a chunk each."""
     hold_limit_s: float = 120.0
@@ -75,15 +77,15 @@ class Policy:
     """The same while another job waits."""
 
     strategy: Strategy = Strategy.PACK
-    max_members: int = 8
+    max_members: int = 32
     """Most jobs on one group."""
     predict_slowdown: bool = True
     """A job joins a group only if every member's predicted slowdown stays within its target."""
     correct_variation: bool = True
     """Predictions know how regular the members are; otherwise all are taken to be as erratic as exponential ones."""
     cold_spread: bool = True
-    """A job of which nothing is known gets a group of its own while there is room, else the emptiest one that has no
-    other unknown member; otherwise it is placed like any other, by memory alone."""
+    """A job of which nothing is known gets a group of its own while there is room, else the emptiest with the memory;
+    otherwise it is placed like one of `cold_busy_share`."""
     cold_busy_share: float = 0.5
     """What is assumed of a job of which nothing is known."""
     share_rollout: bool = True
@@ -104,6 +106,6 @@ class Policy:
             raise ValueError(
                 f"contended_window is {self.contended_window} of a window of {self.window}, want 1 to {self.window}"
             )
-        for name in ("quantum_s", "chunk_s", "starvation_bound_s", "max_members"):
+        for name in ("quantum_s", "max_swap_share", "chunk_s", "starvation_bound_s", "max_members"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, want a positive number")

@@ -1,16 +1,24 @@
-"""What sharing a group will cost each member: a closed queueing network with one server, solved exactly. Pure.
+"""What sharing a group will cost each member: a closed queueing network with one server. Pure.
 
-Every member is a class of its own with one customer: it works on the group for `busy_s` and stays away for the rest
-of its iteration. Mean value analysis (Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain queuing
-networks") over the subsets of the members: in the set S, member j finds on arrival the mean queue Q of S without j, so
-it spends `R_j = D_j (1 + Q(S - j))` there, its rate is `X_j = 1 / (Z_j + R_j)`, and `Q(S)` is the sum of `X_j R_j`.
+Every member is a class of its own with one customer: it works on the group for `busy_s` of its iteration, in `visits`
+stretches, and is away for the rest. Mean value analysis (Reiser and Lavenberg 1980, "Mean-value analysis of closed
+multichain queuing networks") goes over the subsets of the members: in the set S, member j finds on arrival the queue
+Q(S - j) of S without j. It spends `R_j` at the group per iteration: its own work, and for each member it finds there a
+wait. Its rate is `X_j = 1 / (Z_j + R_j)`, and it adds `X_j R_j` to the queue Q(S).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf, sqrt
+from operator import mul
 
 from plexrl_controller.scheduling.views import Demand
+
+REGULAR_SHARE = 0.4
+"""Part of the exponential members' waiting that even clockwork members have, because their periods differ."""
+
+EXACT_LIMIT = 8
+SCHWEITZER_ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,54 +33,89 @@ class Prediction:
     """Dedicated groups' worth of work that the group does: the sum of 1 / slowdown."""
 
 
-def predict(demands: Sequence[Demand], *, swapping: bool, correct_variation: bool = True) -> Prediction:
+def predict(
+    demands: Sequence[Demand], *, swapping: bool, correct_variation: bool = True, chunk_s: float = inf
+) -> Prediction:
     """Predicts slowdowns of members that share a group.
 
     `swapping`: their states do not fit the device together, so every stall costs the group the stall itself or a round
     trip of swaps, whichever is less. `correct_variation`: regular members wait less than exponential ones do.
+    `chunk_s`: after that much work a call yields to others.
     """
-    busy = [demand.busy_s + (_stall_cost_s(demand) if swapping and len(demands) > 1 else 0.0) for demand in demands]
-    away = [_away_s(demand, swapping and len(demands) > 1) for demand in demands]
-    responses = mva(busy, away)
-    lengths = [z + r for z, r in zip(away, responses, strict=True)]
-    if correct_variation and len(demands) > 1:
-        # With no variation at all the members queue only as far as they ask for more than there is.
-        stretch = max(1.0, sum([b / (b + z) for b, z in zip(busy, away, strict=True)]))
-        for i, demand in enumerate(demands):
-            regular = stretch * (busy[i] + away[i])
-            lengths[i] = regular + min(1.0, demand.variation) * max(0.0, lengths[i] - regular)
+    swapping = swapping and len(demands) > 1
+    busy_s = [d.busy_s + (d.visits * min(_stall_s(d), d.round_trip_s) if swapping else 0.0) for d in demands]
+    away_s = [_away_s(d, swapping) for d in demands]
+    responses = mva(busy_s, away_s, [b / d.visits for b, d in zip(busy_s, demands, strict=True)], chunk_s)
+    # With no waiting but for what is asked beyond the capacity, everyone is stretched alike.
+    stretch = max(1.0, sum([b / (b + z) for b, z in zip(busy_s, away_s, strict=True)]))
     waits, slowdowns = [], []
-    for demand, length in zip(demands, lengths, strict=True):
-        wait = _felt(max(0.0, length - demand.iteration_s), demand.slack_s)
-        waits.append(wait)
-        slowdowns.append(1.0 + wait / demand.iteration_s)
+    for demand, busy, away, response in zip(demands, busy_s, away_s, responses, strict=True):
+        length = away + response
+        if correct_variation and len(demands) > 1:
+            least = stretch * (busy + away)
+            length = least + _irregularity(demand.variation) * max(0.0, length - least)
+        # Slack hides queueing, never a lack of capacity.
+        wait = _felt(max(0.0, length - demand.iteration_s), demand)
+        slowdown = max(stretch, 1.0 + wait / demand.iteration_s)
+        waits.append((slowdown - 1.0) * demand.iteration_s)
+        slowdowns.append(slowdown)
     return Prediction(tuple(waits), tuple(slowdowns), sum([1.0 / s for s in slowdowns]))
 
 
-def mva(busy_s: Sequence[float], away_s: Sequence[float]) -> list[float]:
+def mva(
+    busy_s: Sequence[float], away_s: Sequence[float], visit_s: Sequence[float] | None = None, chunk_s: float = inf
+) -> list[float]:
     """Mean seconds per iteration at the server, waiting included, of classes with one customer each.
 
-    `busy_s` is each one's work there per iteration, `away_s` the rest of its iteration. Exact; 2^n steps for n classes.
+    `busy_s` is each one's work there per iteration, `away_s` the rest of its iteration. Exact, for exponential work,
+    while all are alike, or while the server is shared evenly (`visit_s` left out). With `visit_s`, the work of one
+    visit, members are served in order of arrival: each one that an arrival finds there costs it that one's work, cut to
+    a chunk, or to its own work if that is longer. That is Reiser's approximation; it errs towards too much waiting.
+    Takes 2^n n^2 steps for n classes; beyond 8, Schweitzer's approximation of the queues that an arrival finds.
 
     >>> [round(r, 3) for r in mva([1.0, 1.0], [1.0, 1.0])]
     [1.5, 1.5]
     """
     count = len(busy_s)
-    queue = [0.0] * (1 << count)
+    if visit_s is None:
+        costs = [[own] * count for own in busy_s]
+    else:
+        costs = [
+            [own / visit * min(other, max(visit, chunk_s)) if visit > 0.0 else 0.0 for other in visit_s]
+            for own, visit in zip(busy_s, visit_s, strict=True)
+        ]
+    if count > EXACT_LIMIT:
+        return _schweitzer(busy_s, away_s, costs)
+    queues: list[list[float]] = [[0.0] * count]
     for members in range(1, 1 << count):
-        total = 0.0
+        queue = [0.0] * count
         for j in range(count):
             if members >> j & 1:
-                response = busy_s[j] * (1.0 + queue[members ^ 1 << j])
-                total += response / (away_s[j] + response) if response > 0.0 else 0.0
-        queue[members] = total
+                response = busy_s[j] + sum(map(mul, queues[members ^ 1 << j], costs[j]))
+                queue[j] = response / (away_s[j] + response) if response > 0.0 else 0.0
+        queues.append(queue)
     everyone = (1 << count) - 1
-    return [busy_s[j] * (1.0 + queue[everyone ^ 1 << j]) for j in range(count)]
+    return [busy_s[j] + sum(map(mul, queues[everyone ^ 1 << j], costs[j])) for j in range(count)]
 
 
-def _stall_cost_s(demand: Demand) -> float:
-    """Seconds per iteration that the group loses to the member's stalls."""
-    return demand.visits * min(_stall_s(demand), demand.round_trip_s)
+def _schweitzer(busy_s: Sequence[float], away_s: Sequence[float], costs: Sequence[Sequence[float]]) -> list[float]:
+    """With one customer to a class, an arrival finds the others as they are on average, itself not among them."""
+    count = len(busy_s)
+    queue = [0.5] * count
+    responses = list(busy_s)
+    for _ in range(SCHWEITZER_ROUNDS):
+        for j in range(count):
+            responses[j] = busy_s[j] + sum(map(mul, queue, costs[j])) - queue[j] * costs[j][j]
+            queue[j] = responses[j] / (away_s[j] + responses[j]) if responses[j] > 0.0 else 0.0
+    return responses
+
+
+def _irregularity(variation: float) -> float:
+    """Part of an exponential member's waiting that one with this squared coefficient of variation has.
+
+    Fitted to simulations of gamma-distributed work and stalls with 2 to 6 members (docs/scheduling.md).
+    """
+    return max(REGULAR_SHARE, sqrt(sqrt(min(1.0, variation))))
 
 
 def _away_s(demand: Demand, swapping: bool) -> float:
@@ -81,13 +124,16 @@ def _away_s(demand: Demand, swapping: bool) -> float:
     if swapping and _stall_s(demand) <= demand.round_trip_s:
         return 0.0
     # Its state goes out while it stalls already; only the way back in comes after.
-    return away - (demand.visits * demand.round_trip_s / 2 if swapping else 0.0)
+    return max(0.0, away - (demand.visits * demand.round_trip_s / 2 if swapping else 0.0))
 
 
 def _stall_s(demand: Demand) -> float:
     return max(0.0, demand.iteration_s - demand.busy_s) / demand.visits
 
 
-def _felt(wait_s: float, slack_s: float) -> float:
-    """The part of an exponentially distributed wait that exceeds the slack, in the mean."""
-    return wait_s * exp(-slack_s / wait_s) if wait_s > 0.0 else 0.0
+def _felt(wait_s: float, demand: Demand) -> float:
+    """The part of an exponentially distributed wait that exceeds a gamma-distributed slack, in the mean."""
+    if wait_s <= 0.0:
+        return 0.0
+    ratio, variation = demand.slack_s / wait_s, demand.slack_variation
+    return wait_s * (float((1.0 + ratio * variation) ** (-1.0 / variation)) if variation > 1e-6 else exp(-ratio))

@@ -59,6 +59,8 @@ class JobView:
     models: tuple[ModelView, ...]
     in_flight: int = 0
     """Calls that the group has been given and not finished."""
+    in_flight_left_s: float | None = None
+    """Estimated work that remains of them; None while nothing is known."""
     idle_until: float | None = None
     """No call is expected before this time: the job's own statement, corrected by its learned factor."""
     mid_phase: bool = False
@@ -133,6 +135,8 @@ class Demand:
     """Squared coefficient of variation of one visit's work and stall: 1 for exponential, 0 for clockwork."""
     slack_s: float = 0.0
     """Waiting per iteration that delays nothing, because the job's other side is still at work (asynchronous jobs)."""
+    slack_variation: float = 0.0
+    """Squared coefficient of variation of the slack."""
     round_trip_s: float = 0.0
     """What giving the group away and coming back costs, when the device cannot hold it beside the others."""
 
@@ -140,6 +144,21 @@ class Demand:
     def busy_share(self) -> float:
         """Part of its dedicated time in which it needs the group."""
         return self.busy_s / self.iteration_s
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a job's models ask of their workers, whatever the load."""
+
+    architecture: str | None = None
+    """Hugging Face architecture name, where the base tells it."""
+    catalogue: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    colocate: frozenset[ModelId] = frozenset()
+    avoid: frozenset[ModelId] = frozenset()
+
+
+NOTHING_REQUIRED = Requirements()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +176,7 @@ class MemberView:
     """Nobody else may join its group."""
     elsewhere_wait_s: float = 0.0
     """Predicted waiting per iteration on the job's other groups."""
+    requirements: Requirements = NOTHING_REQUIRED
     ends_at: float | None = None
     """Estimated end of the job, where it is known: reservations rest on it."""
 

@@ -30,6 +30,10 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 
 
+Then = Callable[[ControllerError | None], None]
+"""Told once: None when the changes are durable, else what `commit` would raise."""
+
+
 @dataclass(slots=True)
 class WriterCounters:
     """What the writer did so far. `commit_s` is time spent in commits, failed tries included."""
@@ -47,13 +51,13 @@ class _Waiting:
     changes: Changes
     rows: int
     inline_bytes: int
-    durable: asyncio.Future[None]
+    then: Then
 
 
 class GroupWriter:
-    """The leader's only way to the store. Order of the calls to `commit` and `post` is the order of the writes.
+    """The leader's only way to the store. Order of calls to `queue`, `post` and `commit` is the order of the writes.
 
-    Both queue synchronously: what is given before the first await of a task stands before what it gives later. Above
+    All queue synchronously: what is given before the first await of a task stands before what it gives later. Above
     `max_queued_rows` `has_room` waits; callers that accept new work await it first, others are never refused.
     """
 
@@ -68,6 +72,8 @@ class GroupWriter:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.counters = WriterCounters()
+        self.before_commit: Callable[[], None] = _nothing
+        """Runs before the writer takes what is queued: what it queues goes into the same commit."""
         self._store = store
         self._term = term
         self._max_batch_rows = max_batch_rows
@@ -104,22 +110,39 @@ class GroupWriter:
         await self._room.wait()
         self._check_open()
 
+    def queue(self, changes: Changes, then: Then) -> None:
+        """Queues `changes` and tells `then` of their fate: in the order of queueing, one right after the other.
+
+        Raises LeadershipLost or the error that stopped the writer.
+        """
+        self._check_open()
+        rows = _rows(changes)
+        if rows == 0 and not self._queue:
+            then(None)
+            return
+        self._queue.append(_Waiting(changes, rows, _inline_bytes(changes), then))
+        self._queued_rows += rows
+        if self._queued_rows >= self._max_queued_rows:
+            self._room.clear()
+        self._work.set()
+
     def post(self, changes: Changes) -> asyncio.Future[None]:
         """Queues `changes`; the future resolves when they are durable, and need not be awaited.
 
         Raises LeadershipLost or the error that stopped the writer.
         """
-        self._check_open()
         durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        rows = _rows(changes)
-        if rows == 0 and not self._queue:
-            durable.set_result(None)
-            return durable
-        self._queue.append(_Waiting(changes, rows, _inline_bytes(changes), durable))
-        self._queued_rows += rows
-        if self._queued_rows >= self._max_queued_rows:
-            self._room.clear()
-        self._work.set()
+
+        def tell(error: ControllerError | None) -> None:
+            if durable.done():
+                return
+            if error is None:
+                durable.set_result(None)
+            else:
+                durable.set_exception(error)
+                durable.exception()  # posted without a wait: `stopped` reports it
+
+        self.queue(changes, tell)
         return durable
 
     async def commit(self, changes: Changes) -> None:
@@ -131,8 +154,7 @@ class GroupWriter:
 
     async def flush(self) -> None:
         """Waits until everything queued so far is durable."""
-        if self._queue:
-            await asyncio.shield(self._queue[-1].durable)
+        await self.commit(Changes())
 
     async def close(self) -> None:
         """Writes what is queued, then ends. While the store does not answer, this waits."""
@@ -161,9 +183,11 @@ class GroupWriter:
                 self._work.clear()
                 await self._work.wait()
                 continue
+            self.before_commit()
             batch = self._next_batch()
             try:
-                await self._commit_until_durable(merge([item.changes for item in batch], token_hex(8)))
+                if any(item.rows for item in batch):
+                    await self._commit_until_durable(merge([item.changes for item in batch], token_hex(8)))
             except ControllerError as error:
                 _log.error("store_writer_stopped", reason=error.reason, message=error.message, term=self._term)
                 self._fail(error)
@@ -200,8 +224,8 @@ class GroupWriter:
 
     def _release(self, batch: list[_Waiting]) -> None:
         rows = sum(item.rows for item in batch)
-        self.counters.commits += 1
-        self.counters.changes += len(batch)
+        self.counters.commits += rows > 0
+        self.counters.changes += sum(item.rows > 0 for item in batch)
         self.counters.rows += rows
         self.counters.largest_batch_rows = max(self.counters.largest_batch_rows, rows)
         self._queued_rows -= rows
@@ -209,8 +233,7 @@ class GroupWriter:
             self._room.set()
         for item in batch:
             self._queue.popleft()
-            if not item.durable.done():
-                item.durable.set_result(None)
+            item.then(None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A defect in a store must not leave anybody waiting."""
@@ -222,12 +245,13 @@ class GroupWriter:
         if not self._stopped.done():
             self._stopped.set_result(error)
         while self._queue:
-            durable = self._queue.popleft().durable
-            if not durable.done():
-                durable.set_exception(_told(error))
-                durable.exception()  # posted without a wait: `stopped` reports it
+            self._queue.popleft().then(_told(error))
         self._queued_rows = 0
         self._room.set()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _told(error: ControllerError) -> ControllerError:

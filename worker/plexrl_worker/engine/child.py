@@ -2,9 +2,10 @@
 
     python -m plexrl_worker.engine.child --fd 5 --parent-pid 4711 --engine vllm
 
-The main thread runs one function at a time; a reader thread takes frames, so that an abort is heard at once. The
-process ends when its parent dies (PR_SET_PDEATHSIG), when the socket closes, or by an error that is not a typed one
-of the engine inside start. It decides nothing: what to run, when, and what to do about failures is the daemon's.
+The main thread runs one function at a time; a second one runs those that move memory beside it (`BESIDE`); a reader
+thread takes frames, so that an abort is heard at once. The process ends when its parent dies (PR_SET_PDEATHSIG), when
+the socket closes, or by an error that is not a typed one of the engine inside start. It decides nothing: what to run,
+when, and what to do about failures is the daemon's.
 """
 
 import argparse
@@ -56,6 +57,12 @@ def start_fake(settings: port.EngineSettings, _: Path | None) -> port.Engine:
 FACTORIES: dict[str, EngineFactory] = {"vllm": start_vllm, "fake": start_fake}
 
 
+# What another deployment can do while the main thread computes.
+BESIDE = frozenset({"declare", "attach_host", "detach_host", "preload"})
+
+_Requests = queue.Queue[tuple[e.EngineRequest, int | None]]
+
+
 class RequestControl:
     """The Control of one request: heard through the child's abort set, speaks in throttled progress frames."""
 
@@ -86,16 +93,22 @@ class Child:
         self._directory = directory
         self._factory = factory
         self._engine: port.Engine | None = None
-        self._requests: queue.Queue[tuple[e.EngineRequest, int | None]] = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._requests: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._moves: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
         self._aborted: set[int] = set()
         self._newest_id = 0
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
 
     def run(self) -> None:
         """Serves until the socket closes; does not return."""
         threading.Thread(target=self._read, name="engine-frames", daemon=True).start()
+        threading.Thread(target=self._serve, args=(self._moves,), name="engine-moves", daemon=True).start()
+        self._serve(self._requests)
+
+    def _serve(self, requests: _Requests) -> None:
         while True:
-            request, descriptor = self._requests.get()
+            request, descriptor = requests.get()
             response = self._answer(request, descriptor)
             response.request_id = request.request_id
             with self._lock:
@@ -105,7 +118,8 @@ class Child:
     def send(self, response: e.EngineResponse) -> None:
         """Sends a frame; ends the process when the daemon is gone."""
         try:
-            frames.send(self._sock, response.SerializeToString())
+            with self._sending:
+                frames.send(self._sock, response.SerializeToString())
         except OSError:
             os._exit(0)
 
@@ -123,6 +137,8 @@ class Child:
                 if request.WhichOneof("function") == "abort_request_id":
                     with self._lock:
                         self._aborted.add(request.abort_request_id)
+                elif request.WhichOneof("function") in BESIDE:
+                    self._moves.put((request, descriptor))
                 else:
                     self._requests.put((request, descriptor))
         except (frames.Closed, OSError):
@@ -173,6 +189,12 @@ def run_function(
         case "attach_host":
             engine.attach_host(deployment_id, _map(descriptor, request.attach_host.size_bytes))
             return done
+        case "detach_host":
+            engine.detach_host(deployment_id)
+            return done
+        case "preload":
+            report = engine.preload(deployment_id, codec.parked(request.preload.parked), control)
+            return e.EngineResponse(swap=codec.swap_response(report))
         case "swap_out":
             report = engine.swap_out(deployment_id, codec.components(request.swap_out.components), control)
             return e.EngineResponse(swap=codec.swap_response(report))
@@ -192,7 +214,10 @@ def run_function(
             engine.acquire_device()
             return done
         case "release_device":
-            return e.EngineResponse(released=e.ReleaseDeviceResponse(released_bytes=engine.release_device()))
+            released = engine.release_device()
+            return e.EngineResponse(
+                released=e.ReleaseDeviceResponse(released_bytes=released.released_bytes, held_bytes=released.held_bytes)
+            )
         case "generate":
             prompts = codec.token_batch(request.generate.prompts, name="prompts")
             params = codec.sampling(request.generate.sampling)

@@ -1,7 +1,8 @@
 """The daemon's end of an engine child: starts the process, sends it functions, hears progress, notices death and hangs.
 
 Every function returns an EngineCall: await it for its outcome, `abort()` it, read its progress. Functions run in the
-order in which they were called. Knows frames and wire messages; decides nothing.
+order in which they were called, but for declare, attach_host, detach_host and preload, which run beside the others, in
+order among themselves. Knows frames and wire messages; decides nothing.
 
     engine = await EngineProcess.start("vllm", settings)
     layout = await engine.declare("model-1", DeploymentSettings())
@@ -89,6 +90,9 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, hang_limit_s: float) -> None:
         self.description: port.EngineDescription
         self.started_s = time.monotonic()
+        # Device memory that it held when it was new, and what it kept beyond that after the last move, in bytes.
+        self.floor_bytes = 0
+        self.residue_bytes = 0
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
         self._sock = sock
@@ -210,6 +214,10 @@ class EngineProcess:
         request = e.EngineRequest(deployment_id=deployment_id, attach_host=attach)
         return self._call(request, _nothing, descriptor=os.dup(memory_fd))
 
+    def detach_host(self, deployment_id: str) -> EngineCall[None]:
+        """See port.Engine.detach_host."""
+        return self._call(e.EngineRequest(deployment_id=deployment_id, detach_host=e.EngineNoArguments()), _nothing)
+
     def swap_out(self, deployment_id: str, components: Collection[port.Component]) -> EngineCall[port.SwapReport]:
         """See port.Engine.swap_out."""
         swap = e.SwapOutRequest(components=codec.component_values(components))
@@ -230,6 +238,12 @@ class EngineProcess:
         request = e.EngineRequest(deployment_id=deployment_id, swap_in=swap)
         return self._call(request, lambda r: codec.swap_report(r.swap))
 
+    def preload(self, deployment_id: str, parked: port.ParkedState) -> EngineCall[port.SwapReport]:
+        """See port.Engine.preload."""
+        preload = e.PreloadRequest(parked=codec.parked_message(parked))
+        request = e.EngineRequest(deployment_id=deployment_id, preload=preload)
+        return self._call(request, lambda r: codec.swap_report(r.swap))
+
     def state(self, deployment_id: str) -> EngineCall[port.DeploymentState]:
         """See port.Engine.state."""
         request = e.EngineRequest(deployment_id=deployment_id, state=e.EngineNoArguments())
@@ -243,10 +257,10 @@ class EngineProcess:
         """See port.Engine.acquire_device."""
         return self._call(e.EngineRequest(acquire_device=e.EngineNoArguments()), _nothing)
 
-    def release_device(self) -> EngineCall[int]:
-        """See port.Engine.release_device: bytes released."""
+    def release_device(self) -> EngineCall[port.DeviceRelease]:
+        """See port.Engine.release_device."""
         request = e.EngineRequest(release_device=e.EngineNoArguments())
-        return self._call(request, lambda r: r.released.released_bytes)
+        return self._call(request, lambda r: port.DeviceRelease(r.released.released_bytes, r.released.held_bytes))
 
     def generate(self, deployment_id: str, spec: t.GenerateSpec, weights_version: int) -> EngineCall[t.GenerateResult]:
         """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate."""

@@ -201,7 +201,9 @@ def parked_message(value: port.ParkedState) -> e.ParkedDeploymentState:
 
 def swap_report(message: e.SwapReportResponse) -> port.SwapReport:
     """SwapReport of its message."""
-    return port.SwapReport(message.bytes_moved, message.device_bytes, message.duration_s, parked(message.parked))
+    return port.SwapReport(
+        message.bytes_moved, message.device_bytes, message.duration_s, parked(message.parked), message.held_bytes
+    )
 
 
 def swap_response(value: port.SwapReport) -> e.SwapReportResponse:
@@ -211,6 +213,7 @@ def swap_response(value: port.SwapReport) -> e.SwapReportResponse:
         device_bytes=value.device_bytes,
         duration_s=value.duration_s,
         parked=parked_message(value.parked),
+        held_bytes=value.held_bytes,
     )
 
 

@@ -1,13 +1,26 @@
 """One deployment's memory in the real engine: its regions on the device, its host image, its ledger."""
 
+from dataclasses import dataclass, field
+
 import torch
 from tokenizers import Tokenizer
 
 from plexrl_worker.engine.device import Device, Region, padded
 from plexrl_worker.engine.errors import InvalidArgument
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
-from plexrl_worker.engine.port import ByteArray, Component, DeploymentSettings
+from plexrl_worker.engine.port import ByteArray, Component, DeploymentSettings, ParkedComponent
 from plexrl_worker.engine.trainer import Trainer
+
+
+@dataclass
+class Preloaded:
+    """Parked components whose content is on the device, verified, before they are swapped in.
+
+    slot: where the rollout weights wait for the generator's slot; the others are in the deployment's own regions.
+    """
+
+    copies: dict[Component, ParkedComponent] = field(default_factory=dict)
+    slot: Region | None = None
 
 
 class Deployment:
@@ -26,6 +39,7 @@ class Deployment:
         self.layout = state_layout(sizes, trainer.parameter_count)
         self.ledger = ComponentLedger(deployment_id, self.layout)
         self.image: ByteArray | None = None
+        self.preloaded: Preloaded | None = None
         self.content_key = ""
         self.tokenizer = None if settings.tokenizer_file is None else Tokenizer.from_file(settings.tokenizer_file)
         self._element_count = trainer.element_count

@@ -8,13 +8,14 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from plexrl_worker.engine.errors import EngineError, OutOfMemory
+from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import ByteArray
 
 PAGE_BYTES = 4096
@@ -97,7 +98,15 @@ class Device(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Device memory that this process uses, measured."""
+        """Device memory in use, measured: what a move frees or takes shows here."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Device memory that this process alone holds, free lists of its allocator included: growth is a leak."""
+        ...
+
+    def moving(self) -> AbstractContextManager[object]:
+        """Around moves that run beside computing: what they allocate and copy waits for no computation."""
         ...
 
     def trim(self) -> None:
@@ -156,11 +165,16 @@ class CpuDevice:
         """Nothing to do."""
 
     def used_bytes(self) -> int:
-        """Anonymous resident memory; host images are shared memory and do not count."""
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Anonymous:"):
-                return int(line.split()[1]) * 1024
-        raise EngineError("/proc/self/smaps_rollup has no line 'Anonymous:'")
+        """See Device."""
+        return anonymous_bytes()
+
+    def held_bytes(self) -> int:
+        """See Device."""
+        return anonymous_bytes()
+
+    def moving(self) -> AbstractContextManager[object]:
+        """Nothing to do: copies on CPU run in the thread that makes them."""
+        return contextlib.nullcontext()
 
     def trim(self) -> None:
         """See Device; activations of a trainer leave gigabytes in malloc's free lists."""
@@ -208,7 +222,9 @@ class CudaRegion:
                 raise OutOfMemory(f"no {self.size_bytes} bytes are free on {self._device}: {error}") from error
 
     def release(self) -> None:
-        """See Region."""
+        """See Region. The memory may belong to the side stream: what computes on it must be done."""
+        if self._memory is not None:
+            torch.cuda.current_stream(self._device).synchronize()
         self._memory = None
 
 
@@ -237,6 +253,15 @@ class CudaDevice:
         """Device memory in use, other processes' included."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
         return int(total_bytes - free_bytes)
+
+    def held_bytes(self) -> int:
+        """See Device. Sleeping weights and KV cache count, so that they do not look like a change."""
+        return int(torch.cuda.memory_reserved(self.torch_device))
+
+    def moving(self) -> AbstractContextManager[object]:
+        """See Device."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
 
     def trim(self) -> None:
         """See Device."""

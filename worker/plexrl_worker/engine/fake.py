@@ -10,7 +10,6 @@ faults (see `fake_faults`).
 import hashlib
 import json
 import time
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -26,14 +25,17 @@ from plexrl_worker.engine.errors import (
     DeviceNotHeld,
     InvalidArgument,
     NonFinite,
+    ParkedStateCorrupt,
     SlotOccupied,
     UnknownDeployment,
     Unsupported,
     VersionMismatch,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.fake_model import FakeDeployment, checksum, log_softmax, sample
+from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
+    ALL_COMPONENTS,
     AdamWParams,
     Base,
     ByteArray,
@@ -41,16 +43,17 @@ from plexrl_worker.engine.port import (
     Control,
     DeploymentSettings,
     DeploymentState,
+    DeviceRelease,
     DirectoryBase,
     EngineDescription,
     EngineSettings,
-    FinishReason,
     Float32Array,
     Generation,
     InitBase,
     LossBatch,
     LossName,
     LossParams,
+    ParkedComponent,
     ParkedState,
     Precision,
     SamplingParams,
@@ -64,26 +67,6 @@ from plexrl_worker.engine.port import (
 from plexrl_worker.engine.seeds import completion_seed
 
 _TABLE = "table"
-
-
-class _Deployment:
-    def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
-        size_bytes = 4 * vocab_size * vocab_size
-        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
-        if settings.trainable:
-            sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
-        sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
-        self.settings = settings
-        self.layout = state_layout(sizes, vocab_size * vocab_size)
-        self.ledger = ComponentLedger(deployment_id, self.layout)
-        self.arrays: dict[Component, Float32Array] = {}
-        self.image: ByteArray | None = None
-
-    def table(self, component: Component, vocab_size: int) -> Float32Array:
-        """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
-        tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
-        first: Float32Array = tables[0]
-        return first
 
 
 class FakeEngine:
@@ -101,7 +84,7 @@ class FakeEngine:
             raise Unsupported("the fake engine computes in float32 only")
         self._settings = settings
         self._faults = Faults(config.get("plexrl_fake", []))
-        self._deployments: dict[str, _Deployment] = {}
+        self._deployments: dict[str, FakeDeployment] = {}
         self._holds_device = True
         self._faults.strike("start", None)
 
@@ -123,7 +106,7 @@ class FakeEngine:
         """See port.Engine."""
         known = self._deployments.get(deployment_id)
         if known is None:
-            known = self._deployments[deployment_id] = _Deployment(deployment_id, settings, self._vocab_size)
+            known = self._deployments[deployment_id] = FakeDeployment(deployment_id, settings, self._vocab_size)
         elif known.settings != settings:
             raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
         return known.layout
@@ -146,6 +129,13 @@ class FakeEngine:
         deployment.image = image
         deployment.ledger.forget_image()
 
+    def detach_host(self, deployment_id: str) -> None:
+        """See port.Engine."""
+        deployment = self._deployment(deployment_id)
+        deployment.preloaded.clear()
+        deployment.image = None
+        deployment.ledger.forget_image()
+
     def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """See port.Engine."""
         started_s = time.monotonic()
@@ -157,7 +147,8 @@ class FakeEngine:
             deployment.ledger.evict(component)
             del deployment.arrays[component]
             released += deployment.ledger.place(component).size_bytes
-        return SwapReport(moved, released, time.monotonic() - started_s, deployment.ledger.parked_state())
+        parked = deployment.ledger.parked_state()
+        return SwapReport(moved, released, time.monotonic() - started_s, parked, anonymous_bytes())
 
     def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """See port.Engine."""
@@ -165,7 +156,8 @@ class FakeEngine:
         deployment = self._deployment(deployment_id)
         self._faults.strike("write_back", control)
         moved = self._park(deployment, deployment.ledger.resident(components))
-        return SwapReport(moved, 0, time.monotonic() - started_s, deployment.ledger.parked_state())
+        parked = deployment.ledger.parked_state()
+        return SwapReport(moved, 0, time.monotonic() - started_s, parked, anonymous_bytes())
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
@@ -178,20 +170,33 @@ class FakeEngine:
             self._claim_slot(deployment_id)
         moved = allocated = 0
         for copy in copies:
-            place = deployment.ledger.place(copy.component)
-            raw = np.zeros(place.size_bytes, np.uint8)
-            if not copy.is_zero:
-                raw[:] = self._image(deployment)[place.offset : place.offset + place.size_bytes]
-                moved += place.size_bytes
-            if _checksum(raw) != copy.checksum:
-                for other in copies:
-                    deployment.arrays.pop(other.component, None)
-                    deployment.ledger.evict(other.component)
-                raise deployment.ledger.corrupt(copy.component)
-            deployment.arrays[copy.component] = raw.view(np.float32)
+            size_bytes = deployment.ledger.place(copy.component).size_bytes
+            values = deployment.preloaded.get(copy)
+            if values is None:
+                try:
+                    values = self._unpark(deployment, copy)
+                except ParkedStateCorrupt:
+                    for other in copies:
+                        deployment.arrays.pop(other.component, None)
+                        deployment.ledger.evict(other.component)
+                    raise
+                moved += 0 if copy.is_zero else size_bytes
+            deployment.arrays[copy.component] = values
             deployment.ledger.adopt(copy, parked)
-            allocated += place.size_bytes
-        return SwapReport(moved, allocated, time.monotonic() - started_s, deployment.ledger.parked_state())
+            allocated += size_bytes
+        deployment.preloaded.clear()
+        parked = deployment.ledger.parked_state()
+        return SwapReport(moved, allocated, time.monotonic() - started_s, parked, anonymous_bytes())
+
+    def preload(self, deployment_id: str, parked: ParkedState, control: Control) -> SwapReport:
+        """See port.Engine."""
+        started_s = time.monotonic()
+        deployment = self._on_device(deployment_id, "preload", control)
+        deployment.preloaded.clear()
+        copies = deployment.ledger.parked_of(parked, ALL_COMPONENTS)
+        deployment.preloaded = {copy: self._unpark(deployment, copy) for copy in copies}
+        moved = sum(values.nbytes for copy, values in deployment.preloaded.items() if not copy.is_zero)
+        return SwapReport(moved, moved, time.monotonic() - started_s, parked, anonymous_bytes())
 
     def state(self, deployment_id: str) -> DeploymentState:
         """See port.Engine."""
@@ -205,14 +210,15 @@ class FakeEngine:
         """See port.Engine."""
         self._holds_device = True
 
-    def release_device(self) -> int:
+    def release_device(self) -> DeviceRelease:
         """See port.Engine."""
         for deployment_id, deployment in self._deployments.items():
             if deployment.arrays:
                 raise SlotOccupied(f"{deployment_id} has state on the device: swap it out first")
+            deployment.preloaded.clear()
         released = self._settings.kv_cache_bytes if self._holds_device else 0
         self._holds_device = False
-        return released
+        return DeviceRelease(released, anonymous_bytes())
 
     def generate(
         self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
@@ -233,7 +239,7 @@ class FakeEngine:
                 raise Aborted("generate was aborted")
             prompt_index, completion_index = divmod(index, params.n)
             draws = np.random.default_rng(completion_seed(params.seed, prompt_index, completion_index))
-            ids, scores, reason = _sample(table, int(last_tokens[prompt_index]), params, draws)
+            ids, scores, reason = sample(table, int(last_tokens[prompt_index]), params, draws)
             completions.append(ids)
             logprobs.append(scores)
             reasons.append(reason)
@@ -269,7 +275,7 @@ class FakeEngine:
         losses.check_loss(batch, loss, params)
         positions = np.flatnonzero(batch.weights)
         previous, current = batch.tokens.token_ids[positions - 1], batch.tokens.token_ids[positions]
-        log_probabilities = _log_softmax(deployment.table(Component.TRAIN_WEIGHTS, self._vocab_size)[previous])
+        log_probabilities = log_softmax(deployment.table(Component.TRAIN_WEIGHTS, self._vocab_size)[previous])
         rows = np.arange(positions.size)
         chosen = log_probabilities[rows, current].astype(np.float32)
         terms = losses.evaluate(loss, params, chosen, losses.select(batch, positions))
@@ -398,7 +404,7 @@ class FakeEngine:
             "threads": str(self._settings.threads),
         }
 
-    def _park(self, deployment: _Deployment, components: Collection[Component]) -> int:
+    def _park(self, deployment: FakeDeployment, components: Collection[Component]) -> int:
         """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
         moved = 0
         for component in components:
@@ -408,12 +414,12 @@ class FakeEngine:
                 if not deployment.ledger.is_zero(component):
                     self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
                     moved += place.size_bytes
-                deployment.ledger.park(component, _checksum(raw))
+                deployment.ledger.park(component, checksum(raw))
         return moved
 
     def _fill(
         self,
-        deployment: _Deployment,
+        deployment: FakeDeployment,
         weights: Float32Array,
         training: tuple[Float32Array, Float32Array] | None,
         rollout: Float32Array,
@@ -427,13 +433,13 @@ class FakeEngine:
             deployment.arrays[component] = np.array(values, np.float32)
             deployment.ledger.write(component, zero=not values.any())
 
-    def _deployment(self, deployment_id: str) -> _Deployment:
+    def _deployment(self, deployment_id: str) -> FakeDeployment:
         try:
             return self._deployments[deployment_id]
         except KeyError:
             raise UnknownDeployment(f"{deployment_id} is not declared in this engine") from None
 
-    def _on_device(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+    def _on_device(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
         deployment = self._deployment(deployment_id)
         if not self._holds_device:
             raise DeviceNotHeld(f"{function}: the engine has released the device")
@@ -441,7 +447,7 @@ class FakeEngine:
             self._faults.strike(function, control)
         return deployment
 
-    def _trainable(self, deployment_id: str, function: str, control: Control | None) -> _Deployment:
+    def _trainable(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
         deployment = self._on_device(deployment_id, function, control)
         if not deployment.settings.trainable:
             raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
@@ -452,7 +458,7 @@ class FakeEngine:
             if other_id != deployment_id and Component.ROLLOUT_WEIGHTS in other.arrays:
                 raise SlotOccupied(f"the generator holds the weights of {other_id}: swap them out first")
 
-    def _rollout(self, deployment: _Deployment, weights_version: int, function: str) -> Float32Array:
+    def _rollout(self, deployment: FakeDeployment, weights_version: int, function: str) -> Float32Array:
         deployment.ledger.require([Component.ROLLOUT_WEIGHTS], function)
         if deployment.ledger.rollout_version != weights_version:
             held = deployment.ledger.rollout_version
@@ -463,10 +469,20 @@ class FakeEngine:
         losses.check_tokens(batch, self._vocab_size, self._max_sequence_tokens)
         scores = np.zeros(batch.token_ids.size, np.float32)
         rest = np.setdiff1d(np.arange(batch.token_ids.size), losses.first_positions(batch))
-        scores[rest] = _log_softmax(table[batch.token_ids[rest - 1]])[np.arange(rest.size), batch.token_ids[rest]]
+        scores[rest] = log_softmax(table[batch.token_ids[rest - 1]])[np.arange(rest.size), batch.token_ids[rest]]
         return scores
 
-    def _image(self, deployment: _Deployment) -> ByteArray:
+    def _unpark(self, deployment: FakeDeployment, copy: ParkedComponent) -> Float32Array:
+        """A component's values out of the host image. Raises ParkedStateCorrupt."""
+        place = deployment.ledger.place(copy.component)
+        raw = np.zeros(place.size_bytes, np.uint8)
+        if not copy.is_zero:
+            raw[:] = self._image(deployment)[place.offset : place.offset + place.size_bytes]
+        if checksum(raw) != copy.checksum:
+            raise deployment.ledger.corrupt(copy.component)
+        return raw.view(np.float32)
+
+    def _image(self, deployment: FakeDeployment) -> ByteArray:
         if deployment.image is None:
             raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
         return deployment.image
@@ -475,40 +491,3 @@ class FakeEngine:
 def _read(manifest: checkpoints.Manifest, file: str, name: str) -> Float32Array:
     tensor: Float32Array = load_file(manifest.directory / file)[name]
     return tensor
-
-
-def _checksum(raw: ByteArray) -> int:
-    return zlib.crc32(raw.data) << 32 | zlib.adler32(raw.data)
-
-
-def _log_softmax(logits: Float32Array) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    log_probabilities: np.ndarray[tuple[int, int], np.dtype[np.float64]] = shifted - np.log(
-        np.exp(shifted).sum(axis=-1, keepdims=True)
-    )
-    return log_probabilities
-
-
-def _sample(
-    table: Float32Array, last_token: int, params: SamplingParams, draws: np.random.Generator
-) -> tuple[list[int], list[float], FinishReason]:
-    """One completion: (token ids, raw log-probabilities, why it ended)."""
-    ids: list[int] = []
-    scores: list[float] = []
-    for _ in range(params.max_tokens):
-        raw = _log_softmax(table[last_token][None])[0]
-        draw = draws.random()
-        if params.temperature == 0:
-            last_token = int(raw.argmax())
-        else:
-            order = np.argsort(-raw, kind="stable")[: params.top_k or None]
-            masses = np.exp((raw[order] - raw[order[0]]) / params.temperature)
-            kept = int(np.searchsorted(np.cumsum(masses / masses.sum()), params.top_p)) + 1
-            cumulative = np.cumsum(masses[:kept])
-            chosen = int(np.searchsorted(cumulative, draw * cumulative[-1]))
-            last_token = int(order[min(chosen, cumulative.size - 1)])
-        ids.append(last_token)
-        scores.append(float(raw[last_token]))
-        if last_token in params.stop_token_ids:
-            return ids, scores, FinishReason.STOP
-    return ids, scores, FinishReason.LENGTH

@@ -166,12 +166,23 @@ class ParkedState:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What a swap did. bytes_moved: copied, either way. device_bytes: released (swap out) or allocated (swap in)."""
+    """What a swap did. bytes_moved: copied, either way. device_bytes: released (swap out) or allocated (swap in).
+    held_bytes: device memory that the engine's process holds afterwards, measured.
+    """
 
     bytes_moved: int
     device_bytes: int
     duration_s: float
     parked: ParkedState
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceRelease:
+    """Device memory given up, and what the engine's process holds afterwards, both measured."""
+
+    released_bytes: int
+    held_bytes: int
 
 
 @dataclass(frozen=True)
@@ -368,6 +379,13 @@ class Engine(Protocol):
         """
         ...
 
+    def detach_host(self, deployment_id: str) -> None:
+        """Lets go of the host image, and of what was preloaded from it. The deployment must not be on the device.
+
+        Like `preload`, it may be called from another thread while a function for another deployment runs.
+        """
+        ...
+
     def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """Moves components to the host image: copies what is dirty, releases the device's memory of all.
 
@@ -391,6 +409,14 @@ class Engine(Protocol):
         """
         ...
 
+    def preload(self, deployment_id: str, parked: ParkedState, control: Control) -> SwapReport:
+        """Brings a parked state into spare device memory, each component checked, for `swap_in` to take without a copy.
+
+        May be called from another thread while a function for another deployment runs. The state stays parked. Given up
+        by detach_host, drop and release_device. Raises ParkedStateCorrupt, OutOfMemory, Aborted: nothing is kept then.
+        """
+        ...
+
     def state(self, deployment_id: str) -> DeploymentState:
         """Where the deployment stands."""
         ...
@@ -403,8 +429,8 @@ class Engine(Protocol):
         """Takes the device: the generator's own memory (KV cache, weight slot) may be used from now on."""
         ...
 
-    def release_device(self) -> int:
-        """Gives the device up: frees KV cache and weight slot, returns the bytes released.
+    def release_device(self) -> DeviceRelease:
+        """Gives the device up: frees KV cache, weight slot and what was preloaded.
 
         Raises SlotOccupied while any deployment has components on the device.
         """

@@ -3,8 +3,6 @@
 Owns residency and versions; leaves computing to `trainer` and `generator`, memory to `device`, files to `checkpoints`.
 """
 
-import itertools
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -31,9 +29,9 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.generator import Generator
+from plexrl_worker.engine.moves import StateMover
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
-    TRAIN_COMPONENTS,
     AdamWParams,
     Base,
     ByteArray,
@@ -41,6 +39,7 @@ from plexrl_worker.engine.port import (
     Control,
     DeploymentSettings,
     DeploymentState,
+    DeviceRelease,
     DirectoryBase,
     EngineDescription,
     EngineSettings,
@@ -100,10 +99,9 @@ class VllmTorchEngine:
         self._threads = torch.get_num_threads()
         if self._threads != settings.threads:
             raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
+        self._mover = StateMover(self._device, self._generator, self._trainer)
         self._deployments: dict[str, Deployment] = {}
-        self._slot_owner: str | None = None
         self._holds_device = True
-        self._content_numbers = itertools.count(1)
 
     def describe(self) -> EngineDescription:
         """See port.Engine."""
@@ -135,16 +133,16 @@ class VllmTorchEngine:
     def initialize(self, deployment_id: str, base: Base, rollout_version: int, control: Control) -> DeploymentState:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "initialize")
-        self._claim_slot(deployment_id)
+        self._mover.claim_slot(deployment_id)
         tensors = self._read_base(base) if isinstance(base, DirectoryBase) else None
-        self._take(deployment)
+        self._mover.take(deployment)
         flat = deployment.flat(Component.TRAIN_WEIGHTS)
         match base:
             case InitBase(seed):
                 self._trainer.random_weights(seed, flat)
             case DirectoryBase():
                 self._trainer.copy_weights(tensors or {}, flat)
-        self._fill_slot(deployment)
+        self._mover.fill_slot(deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
         deployment.ledger.write(Component.TRAIN_WEIGHTS)
         if deployment.settings.trainable:
             for component in (Component.GRADIENTS, Component.OPTIMIZER):
@@ -159,64 +157,33 @@ class VllmTorchEngine:
         deployment = self._deployment(deployment_id)
         if image.shape != (deployment.layout.host_bytes,):
             raise InvalidArgument(f"host image has {image.size} bytes, want {deployment.layout.host_bytes}")
-        self._detach(deployment)
+        self._mover.detach(deployment)
         self._device.pin(image)
         deployment.image = image
 
+    def detach_host(self, deployment_id: str) -> None:
+        """See port.Engine."""
+        deployment = self._deployment(deployment_id)
+        self._mover.discard_preloaded(deployment)
+        self._mover.detach(deployment)
+
     def swap_out(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """See port.Engine."""
-        started_s = time.monotonic()
-        deployment = self._deployment(deployment_id)
-        ledger = deployment.ledger
-        used_bytes = self._device.used_bytes()
-        leaving = ledger.resident(components)
-        moved = self._park(deployment, leaving, control)
-        for component in leaving:
-            self._release(deployment, component)
-        self._device.trim()
-        released = used_bytes - self._device.used_bytes()
-        return SwapReport(moved, released, time.monotonic() - started_s, ledger.parked_state())
+        return self._mover.swap_out(self._deployment(deployment_id), components, control)
 
     def write_back(self, deployment_id: str, components: Collection[Component], control: Control) -> SwapReport:
         """See port.Engine."""
-        started_s = time.monotonic()
-        deployment = self._deployment(deployment_id)
-        moved = self._park(deployment, deployment.ledger.resident(components), control)
-        return SwapReport(moved, 0, time.monotonic() - started_s, deployment.ledger.parked_state())
+        return self._mover.write_back(self._deployment(deployment_id), components, control)
 
     def swap_in(
         self, deployment_id: str, parked: ParkedState, components: Collection[Component], control: Control
     ) -> SwapReport:
         """See port.Engine."""
-        started_s = time.monotonic()
-        deployment = self._on_device(deployment_id, "swap_in")
-        ledger = deployment.ledger
-        copies = ledger.parked_of(parked, components)
-        if any(copy.component is Component.ROLLOUT_WEIGHTS for copy in copies):
-            self._claim_slot(deployment_id)
-        moved = allocated = 0
-        arrived: list[Component] = []
-        for copy in copies:
-            self._take_component(deployment, copy.component, arrived)
-            place = ledger.place(copy.component)
-            allocated += place.size_bytes
-            if copy.is_zero:
-                for piece in self._pieces(deployment, copy.component):
-                    piece.zero_()
-            else:
-                checksum = self._device.unpark(
-                    deployment.place(copy.component), self._pieces(deployment, copy.component)
-                )
-                moved += place.size_bytes
-                if checksum != copy.checksum:
-                    for component in arrived:
-                        self._release(deployment, component)
-                    raise ledger.corrupt(copy.component)
-            if copy.component is Component.ROLLOUT_WEIGHTS:
-                deployment.content_key = self._new_content_key(deployment_id)
-            ledger.adopt(copy, parked)
-            control.progress(moved, deployment.layout.host_bytes)
-        return SwapReport(moved, allocated, time.monotonic() - started_s, ledger.parked_state())
+        return self._mover.swap_in(self._on_device(deployment_id, "swap_in"), parked, components, control)
+
+    def preload(self, deployment_id: str, parked: ParkedState, control: Control) -> SwapReport:
+        """See port.Engine."""
+        return self._mover.preload(self._on_device(deployment_id, "preload"), parked, control)
 
     def state(self, deployment_id: str) -> DeploymentState:
         """See port.Engine."""
@@ -227,10 +194,7 @@ class VllmTorchEngine:
         deployment = self._deployments.pop(deployment_id, None)
         if deployment is None:
             return
-        for component in deployment.ledger.resident():
-            self._release(deployment, component)
-        self._device.trim()
-        self._detach(deployment)
+        self._mover.drop(deployment)
 
     def acquire_device(self) -> None:
         """See port.Engine."""
@@ -238,17 +202,19 @@ class VllmTorchEngine:
             self._generator.acquire_device()
             self._holds_device = True
 
-    def release_device(self) -> int:
+    def release_device(self) -> DeviceRelease:
         """See port.Engine."""
-        for deployment_id, deployment in self._deployments.items():
+        for deployment_id, deployment in list(self._deployments.items()):
             if deployment.ledger.resident():
                 raise SlotOccupied(f"{deployment_id} has state on the device: swap it out first")
-        if not self._holds_device:
-            return 0
         used_bytes = self._device.used_bytes()
-        self._generator.release_device()
-        self._holds_device = False
-        return max(0, used_bytes - self._device.used_bytes())
+        if self._holds_device:
+            for deployment in list(self._deployments.values()):
+                self._mover.discard_preloaded(deployment)
+            self._generator.release_device()
+            self._device.trim()
+            self._holds_device = False
+        return DeviceRelease(max(0, used_bytes - self._device.used_bytes()), self._device.held_bytes())
 
     def generate(
         self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
@@ -317,8 +283,8 @@ class VllmTorchEngine:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "sync")
         deployment.ledger.require([Component.TRAIN_WEIGHTS], "sync")
-        self._claim_slot(deployment_id)
-        self._fill_slot(deployment)
+        self._mover.claim_slot(deployment_id)
+        self._mover.fill_slot(deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
         deployment.ledger.rollout_version = weights_version
 
     def save(self, deployment_id: str, directory: str, control: Control) -> SavedState:
@@ -354,13 +320,13 @@ class VllmTorchEngine:
     ) -> DeploymentState:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "load")
-        self._claim_slot(deployment_id)
+        self._mover.claim_slot(deployment_id)
         manifest = checkpoints.verify(Path(directory), control.progress)
         manifest.require(self._conditions())
         trainable = deployment.settings.trainable
         if trainable and checkpoints.OPTIMIZER_FILE not in manifest.files:
             raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
-        self._take(deployment)
+        self._mover.take(deployment)
         ledger = deployment.ledger
         weights = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
         self._trainer.copy_weights(weights, deployment.flat(Component.TRAIN_WEIGHTS))
@@ -369,7 +335,10 @@ class VllmTorchEngine:
             self._load_training(deployment, manifest)
         if checkpoints.ROLLOUT_FILE in manifest.files:
             self._generator.fill(load_file(manifest.directory / checkpoints.ROLLOUT_FILE))
-        self._fill_slot(deployment, from_training=checkpoints.ROLLOUT_FILE not in manifest.files)
+        from_training = checkpoints.ROLLOUT_FILE not in manifest.files
+        self._mover.fill_slot(
+            deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)) if from_training else None
+        )
         ledger.optimizer_step = manifest.optimizer_step
         ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
         return ledger.state()
@@ -450,73 +419,6 @@ class VllmTorchEngine:
         if held != weights_version:
             raise VersionMismatch(f"{function} asks for version {weights_version}, the generator holds {held}")
         return deployment
-
-    def _claim_slot(self, deployment_id: str) -> None:
-        owner = self._slot_owner
-        if owner is not None and owner != deployment_id:
-            raise SlotOccupied(f"the generator holds the weights of {owner}: swap them out first")
-
-    def _new_content_key(self, deployment_id: str) -> str:
-        """Names new content of the slot: KV that other content made is never used for it."""
-        self._slot_owner = deployment_id
-        return f"{deployment_id}#{next(self._content_numbers)}"
-
-    def _fill_slot(self, deployment: Deployment, *, from_training: bool = True) -> None:
-        if from_training:
-            self._generator.fill(self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
-        deployment.content_key = self._new_content_key(deployment.ledger.deployment_id)
-        deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
-
-    def _pieces(self, deployment: Deployment, component: Component) -> list[torch.Tensor]:
-        if component is Component.ROLLOUT_WEIGHTS:
-            return self._generator.slot_pieces
-        return list(deployment.regions[component].pieces)
-
-    def _take(self, deployment: Deployment) -> None:
-        """Takes the memory of all components, to be filled anew: nothing or all of it. Raises OutOfMemory."""
-        taken: list[Component] = []
-        for component in deployment.ledger.existing(TRAIN_COMPONENTS):
-            if not deployment.ledger.resident([component]):
-                self._take_component(deployment, component, taken)
-
-    def _take_component(self, deployment: Deployment, component: Component, taken: list[Component]) -> None:
-        """Takes one component's memory; when there is none, gives back those in `taken` and raises OutOfMemory."""
-        try:
-            if component is not Component.ROLLOUT_WEIGHTS:
-                deployment.regions[component].take()
-        except OutOfMemory:
-            for earlier in taken:
-                self._release(deployment, earlier)
-            raise
-        taken.append(component)
-
-    def _park(self, deployment: Deployment, components: Collection[Component], control: Control) -> int:
-        """Copies those of `components` that are dirty to the host image; returns the bytes copied."""
-        ledger, moved = deployment.ledger, 0
-        for component in components:
-            if ledger.is_dirty(component) and ledger.is_zero(component):
-                ledger.park(component, 0)
-            elif ledger.is_dirty(component):
-                place = deployment.place(component)
-                ledger.park(component, self._device.park(self._pieces(deployment, component), place))
-                moved += place.size
-            control.progress(moved, deployment.layout.host_bytes)
-        return moved
-
-    def _release(self, deployment: Deployment, component: Component) -> None:
-        if component is Component.ROLLOUT_WEIGHTS:
-            self._slot_owner = None
-            self._generator.release_slot()
-        else:
-            self._trainer.unbind()
-            deployment.regions[component].release()
-        deployment.ledger.evict(component)
-
-    def _detach(self, deployment: Deployment) -> None:
-        if deployment.image is not None:
-            self._device.unpin(deployment.image)
-            deployment.image = None
-        deployment.ledger.forget_image()
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

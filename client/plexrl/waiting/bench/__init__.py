@@ -1,0 +1,1 @@
+"""The benchmark of waiting: agents times laws, as a table, learning curves and a report."""

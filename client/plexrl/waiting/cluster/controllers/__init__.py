@@ -1,0 +1,1 @@
+"""What the controller manager of a cluster does: each controller brings what exists closer to what is asked for."""

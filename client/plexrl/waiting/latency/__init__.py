@@ -1,0 +1,1 @@
+"""What takes time in a cluster (scheduling, pulling, starting, probing, provisioning), as a client of its API."""

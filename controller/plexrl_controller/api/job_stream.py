@@ -1,0 +1,228 @@
+"""One client's stream: requests in, answers and updates out, several to a frame.
+
+What a frame submits is accepted in one batch and so in one commit. Only what must write or look something up first
+takes a task of its own; calls of one model keep their order all the same.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from plexrl.v1 import call_pb2
+from plexrl_controller.api import messages
+from plexrl_controller.api.status import normalize, status_of
+from plexrl_controller.dispatch import limits, submit
+from plexrl_controller.dispatch.core import Core
+from plexrl_controller.domain.errors import ControllerError, InvalidArgument
+from plexrl_controller.domain.ids import CallId
+from plexrl_controller.domain.records import Call, Job
+from plexrl_controller.domain.states import CallKind
+from plexrl_controller.lifecycle import calls as call_lifecycle
+
+MAX_PENDING_SUBMITS = 1024
+"""Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
+
+
+class SubmitChecks(Protocol):
+    """What the stream asks of its service: the same checks as for the unary rpc."""
+
+    def submission(self, request: call_pb2.SubmitCallRequest) -> submit.Submission:
+        """Checks a submit as far as memory tells."""
+        ...
+
+    async def check_checkpoint(self, submission: submit.Submission) -> None:
+        """Checks that a checkpoint to be loaded is there."""
+        ...
+
+
+class JobStream:
+    """The calls of one job on one stream."""
+
+    def __init__(self, core: Core, job: Job, checks: SubmitChecks) -> None:
+        self._core = core
+        self._job = job
+        self._checks = checks
+        self._answers: list[call_pb2.ServerMessage] = []
+        self._subscription = core.hub.watch_job(job.job_id)
+        self._pending = 0
+        self._room = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = False
+        self._told: dict[CallId, tuple[int, int]] = {}
+
+    async def run(
+        self, first: Sequence[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]
+    ) -> AsyncIterator[call_pb2.ConnectResponse]:
+        """Yields frames until the client closes its side or the rpc ends."""
+        core, job_id = self._core, self._job.job_id
+        for call_id in core.ledger.calls_of_job.get(job_id, ()):
+            self._subscription.note(call_id)
+        reader = asyncio.create_task(self._read(first, frames))
+        try:
+            while True:
+                changed = [] if self._ended and not self._pending else await self._subscription.take()
+                answers, self._answers = self._answers, []
+                for call_id in changed:
+                    if (call := self._news(call_id)) is not None:
+                        answer = call_pb2.ServerMessage()
+                        if not messages.fill_small_call(answer.updated, core, call):
+                            answer.updated.CopyFrom(await messages.full_call_message(core, call))
+                        answers.append(answer)
+                for frame in _frames(answers):
+                    yield frame
+                if reader.done():
+                    reader.result()
+                    if not self._pending and not self._answers:
+                        return
+        finally:
+            reader.cancel()
+            for task in self._tasks:
+                task.cancel()
+            core.hub.leave_job(job_id, self._subscription)
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(reader, *self._tasks, return_exceptions=True)
+
+    def _news(self, call_id: CallId) -> Call | None:
+        """The call, if there is something new to tell of it."""
+        call = self._core.ledger.calls.get(call_id)
+        if call is None or call_id in self._core.undurable:
+            # What is on its way to the store is published once it is there.
+            return None
+        progress = self._core.ledger.progress.get(call_id, (0, 0))[0]
+        if self._told.get(call_id) == (call.revision, progress):
+            return None
+        if call.state in call_lifecycle.TERMINAL:
+            self._told.pop(call_id, None)
+        else:
+            self._told[call_id] = (call.revision, progress)
+        return call
+
+    async def _read(
+        self, first: Sequence[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]
+    ) -> None:
+        try:
+            await self._take(first)
+            async for frame in frames:
+                if len(frame.messages) > limits.MAX_FRAME_MESSAGES:
+                    raise InvalidArgument(
+                        f"a frame has {len(frame.messages)} messages; the limit is {limits.MAX_FRAME_MESSAGES}"
+                    )
+                await self._take(frame.messages)
+        finally:
+            self._ended = True
+            self._notice()
+
+    async def _take(self, frame: Sequence[call_pb2.ClientMessage]) -> None:
+        await self._core.writer.has_room()
+        while self._pending >= MAX_PENDING_SUBMITS:
+            self._room.clear()
+            await self._room.wait()
+        acknowledged: list[str] = []
+        submits: list[call_pb2.SubmitCallRequest] = []
+        for message in frame:
+            match message.WhichOneof("message"):
+                case "submit":
+                    submits.append(message.submit)
+                case "ack":
+                    acknowledged.extend(checked_ids(message.ack))
+                case _:
+                    raise InvalidArgument("a message on this stream is submit or ack; hello comes once, first")
+        if acknowledged:
+            freed = submit.acknowledge(self._core, self._job, acknowledged)
+            if freed:
+                self._spawn(submit.acknowledged(self._core, self._job, freed))
+        if submits:
+            self._accept(submits)
+
+    def _accept(self, submits: Sequence[call_pb2.SubmitCallRequest]) -> None:
+        """Accepts, without a pause, what can be accepted at once."""
+        batch = self._core.batch()
+        accepted: list[Call] = []
+        for request in submits:
+            try:
+                submission = self._submission(request)
+                if submission.kind is CallKind.LOAD_CHECKPOINT or not submit.may_accept_now(self._core, submission):
+                    self._accept_behind(submission)
+                else:
+                    accepted.append(submit.accept_now(self._core, batch, submission))
+            except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status
+                self._answer(request.request_id, error)
+        if accepted:
+            self._pending += len(accepted)
+            self._core.queue(batch, lambda error: self._accepted(accepted, error))
+        else:
+            self._notice()
+
+    def _submission(self, request: call_pb2.SubmitCallRequest) -> submit.Submission:
+        if request.job_id != self._job.job_id:
+            raise InvalidArgument("job_id: another job than the stream's")
+        return self._checks.submission(request)
+
+    def _accepted(self, accepted: Sequence[Call], error: ControllerError | None) -> None:
+        for call in accepted:
+            self._answer(call.request_id, call if error is None else error)
+        self._settled(len(accepted))
+
+    def _accept_behind(self, submission: submit.Submission) -> None:
+        """Takes the call's place in the order of arrival, and accepts it in a task."""
+        arrival = submit.Arrival(self._core, submission.model)
+        self._pending += 1
+        task = self._spawn(self._accept_alone(submission, arrival))
+        task.add_done_callback(lambda _: self._settled(1))
+        task.add_done_callback(lambda _: arrival.leave())
+
+    async def _accept_alone(self, submission: submit.Submission, arrival: submit.Arrival) -> None:
+        try:
+            await self._checks.check_checkpoint(submission)
+            self._answer(submission.request_id, await submit.submit(self._core, submission, arrival))
+        except Exception as error:  # noqa: BLE001 - as in `_accept`
+            self._answer(submission.request_id, error)
+
+    def _answer(self, request_id: str, outcome: Call | Exception) -> None:
+        if isinstance(outcome, Call):
+            # As it was accepted, or as it is now where that is durable too.
+            known = self._core.ledger.calls.get(outcome.call_id)
+            call = outcome if known is None or outcome.call_id in self._core.undurable else known
+            answer = call_pb2.ServerMessage()
+            messages.fill_call(answer.accepted, self._core, call)
+        else:
+            status = status_of(normalize(outcome))
+            answer = call_pb2.ServerMessage(rejected=call_pb2.SubmitRejected(request_id=request_id, error=status))
+        self._answers.append(answer)
+
+    def _settled(self, count: int) -> None:
+        self._pending -= count
+        self._room.set()
+        self._notice()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _notice(self) -> None:
+        self._subscription.wake()
+
+
+def checked_ids(request: call_pb2.AckCallsRequest) -> Sequence[str]:
+    """The calls to acknowledge. Raises InvalidArgument."""
+    if len(request.call_ids) > limits.MAX_ACK_CALLS:
+        raise InvalidArgument(f"call_ids: {len(request.call_ids)}, the limit is {limits.MAX_ACK_CALLS}")
+    return request.call_ids
+
+
+def _frames(answers: Sequence[call_pb2.ServerMessage]) -> list[call_pb2.ConnectResponse]:
+    """Messages in frames, each within the bounds of a frame."""
+    frames: list[call_pb2.ConnectResponse] = []
+    size_bytes = 0
+    for answer in answers:
+        answer_bytes = answer.ByteSize()
+        full = not frames or len(frames[-1].messages) >= limits.MAX_FRAME_MESSAGES
+        if full or size_bytes + answer_bytes > limits.MAX_FRAME_BYTES:
+            frames.append(call_pb2.ConnectResponse())
+            size_bytes = 0
+        frames[-1].messages.append(answer)
+        size_bytes += answer_bytes
+    return frames

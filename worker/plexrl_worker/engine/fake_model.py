@@ -1,0 +1,78 @@
+"""The fake engine's deployments and arithmetic: tables of next-token logits. Never for real work."""
+
+import zlib
+
+import numpy as np
+
+from plexrl_worker.engine.ledger import ComponentLedger, state_layout
+from plexrl_worker.engine.port import (
+    ByteArray,
+    Component,
+    DeploymentSettings,
+    FinishReason,
+    Float32Array,
+    ParkedComponent,
+    SamplingParams,
+)
+
+
+class FakeDeployment:
+    """One deployment's arrays, flat float32 by component, and its ledger."""
+
+    def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
+        size_bytes = 4 * vocab_size * vocab_size
+        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
+        if settings.trainable:
+            sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
+        sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
+        self.settings = settings
+        self.layout = state_layout(sizes, vocab_size * vocab_size)
+        self.ledger = ComponentLedger(deployment_id, self.layout)
+        self.arrays: dict[Component, Float32Array] = {}
+        self.image: ByteArray | None = None
+        self.preloaded: dict[ParkedComponent, Float32Array] = {}
+
+    def table(self, component: Component, vocab_size: int) -> Float32Array:
+        """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
+        tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
+        first: Float32Array = tables[0]
+        return first
+
+
+def checksum(raw: ByteArray) -> int:
+    """64 bits over bytes."""
+    return zlib.crc32(raw.data) << 32 | zlib.adler32(raw.data)
+
+
+def log_softmax(logits: Float32Array) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Log-probabilities of rows of logits."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    log_probabilities: np.ndarray[tuple[int, int], np.dtype[np.float64]] = shifted - np.log(
+        np.exp(shifted).sum(axis=-1, keepdims=True)
+    )
+    return log_probabilities
+
+
+def sample(
+    table: Float32Array, last_token: int, params: SamplingParams, draws: np.random.Generator
+) -> tuple[list[int], list[float], FinishReason]:
+    """One completion: (token ids, raw log-probabilities, why it ended)."""
+    ids: list[int] = []
+    scores: list[float] = []
+    for _ in range(params.max_tokens):
+        raw = log_softmax(table[last_token][None])[0]
+        draw = draws.random()
+        if params.temperature == 0:
+            last_token = int(raw.argmax())
+        else:
+            order = np.argsort(-raw, kind="stable")[: params.top_k or None]
+            masses = np.exp((raw[order] - raw[order[0]]) / params.temperature)
+            kept = int(np.searchsorted(np.cumsum(masses / masses.sum()), params.top_p)) + 1
+            cumulative = np.cumsum(masses[:kept])
+            chosen = int(np.searchsorted(cumulative, draw * cumulative[-1]))
+            last_token = int(order[min(chosen, cumulative.size - 1)])
+        ids.append(last_token)
+        scores.append(float(raw[last_token]))
+        if last_token in params.stop_token_ids:
+            return ids, scores, FinishReason.STOP
+    return ids, scores, FinishReason.LENGTH
