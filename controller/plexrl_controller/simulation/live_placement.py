@@ -148,11 +148,24 @@ class LivePlacement:
         waits = [a.prediction.waits_s[-1] if a.prediction is not None else 0.0 for a in placed.assignments]
         elsewhere = {a.side: sum(waits) - wait_s for a, wait_s in zip(placed.assignments, waits, strict=True)}
         self._members[job.index] = _Member(job, form, self.target / demands.stretch(c, form), elsewhere)
+        for assignment in placed.assignments:
+            self._note_waits(assignment)
         profile: Profile | None = None
         if form.consolidation is not None:
             main, tail = form.consolidation
             profile = partial(rollout.consolidation, c, main_replicas=main, tail_replicas=tail)
         return Admission(form, tuple(self._seat(c, form, a) for a in placed.assignments), profile)
+
+    def _note_waits(self, assignment: Assignment) -> None:
+        """The members that a job joins will wait longer there: what their other groups must know."""
+        if assignment.group_id is None or assignment.prediction is None:
+            return
+        residents = self._by_id[assignment.group_id].residents
+        for resident, wait_s in zip(residents, assignment.prediction.waits_s, strict=False):
+            member = self._members[resident.job]
+            for side in member.elsewhere_s:
+                if side is not assignment.side:
+                    member.elsewhere_s[side] = wait_s
 
     def _seat(self, c: JobClass, form: Form, assignment: Assignment) -> Seat:
         rollout_bytes, train_bytes = _bytes(c, form, assignment.side)

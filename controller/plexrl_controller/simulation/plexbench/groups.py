@@ -155,7 +155,7 @@ def table_4(reps: int, iterations: int, workers: int, progress: Progress) -> lis
     iteration_s = fmean(math.fsum(w.busy_s + w.stall_s for w in it) for it in drawn)
     tasks = []
     for swap_s in SWAPS_S:
-        one = Demand(iteration_s, busy_share * iteration_s, c.turns + 1.0, 1.0, 0.0, 2.0 * swap_s)
+        one = Demand(iteration_s, busy_share * iteration_s, c.turns + 1.0, 1.0, round_trip_s=2.0 * swap_s)
         predicted = predict([one] * members, swapping=True)
         alone = predict([one], swapping=False)
         admitted = max(predicted.slowdowns) <= 1.3 and predicted.work >= alone.work + Policy().min_gain
