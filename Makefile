@@ -74,6 +74,10 @@ proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
 	@$(BIN)/python -m benchmarks --out out/bench
 
+.PHONY: bench-decisions
+bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
+	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
+
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)
 	@rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

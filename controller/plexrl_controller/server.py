@@ -84,6 +84,7 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
         clock=WallClock(),
         term=term,
         policy=settings.policy,
+        recovery_policy=settings.recovery,
     )
     dispatcher = Dispatcher(core, settings.history_s)
     transport.handler = dispatcher

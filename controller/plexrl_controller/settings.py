@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.retention import MIN_HISTORY_S
 from plexrl_controller.payloads.by_url import check_payload_url
 from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
@@ -26,6 +27,7 @@ class ServeSettings:
     tenant_payload_bytes: int
     history_s: float
     policy: Policy
+    recovery: RecoveryPolicy
     worker_token_file: Path
     bootstrap_token_file: Path | None
     endpoint_file: Path | None
@@ -57,6 +59,18 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("tls-cert", "PEM certificate chain; required beyond loopback")
     flag("tls-key", "PEM private key of --tls-cert")
     flag("tls-ca", "PEM authorities that worker certificates must chain to (mutual TLS)")
+    defaults = RecoveryPolicy()
+    flag(
+        "snapshot-replay-s",
+        "seconds of replay since a model's newest copy that make a snapshot due",
+        f"{defaults.replay_s:g}",
+    )
+    flag(
+        "replay-log-mib",
+        "MiB of arguments kept per model until snapshots cover them; half of it makes one due",
+        f"{defaults.log_bytes / 2**20:g}",
+    )
+    flag("snapshots-kept", "newest snapshots of a model that are kept", str(defaults.snapshots_kept))
     flag("log-level", "debug, info, warning or error", "info")
 
 
@@ -78,6 +92,11 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
         history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
         policy=POLICIES[args.policy],
+        recovery=RecoveryPolicy(
+            replay_s=_number(args.snapshot_replay_s, "--snapshot-replay-s", 0.0),
+            log_bytes=int(_number(args.replay_log_mib, "--replay-log-mib", 1) * 2**20),
+            snapshots_kept=int(_number(args.snapshots_kept, "--snapshots-kept", 1)),
+        ),
         worker_token_file=Path(args.worker_token_file),
         bootstrap_token_file=_path(args.bootstrap_token_file),
         endpoint_file=_path(args.endpoint_file),

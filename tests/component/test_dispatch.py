@@ -4,8 +4,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from google.rpc import status_pb2
 
-from plexrl.v1 import call_pb2, types_pb2
+from plexrl import wire
+from plexrl.v1 import call_pb2, model_pb2, types_pb2
 from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
@@ -172,30 +174,36 @@ async def test_a_lost_worker_costs_a_model_at_its_base_only_time() -> None:
         assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
 
 
-async def test_a_lost_training_state_is_said_plainly_and_a_checkpoint_brings_it_back() -> None:
+async def test_a_state_that_nothing_brings_back_is_said_plainly_with_what_is_left() -> None:
+    """STATE_LOST remains where a copy that everything rests on is gone; a checkpoint that is left goes on."""
     async with running_leader() as leader:
         await leader.join()
         model = await leader.model(await leader.job())
-        await leader.submit(model, specs.forward_backward(), 1)
-        saved = await leader.submit(model, specs.save(), 2)
+        saved = [await leader.submit(model, specs.save(label), n) for n, label in ((1, "good"), (2, "doomed"))]
         await leader.work()
-        checkpoint_id = call_of(leader, saved.call_id).checkpoint_id
-        assert checkpoint_id is not None
-        await leader.submit(model, specs.optim_step(), 3)
+        good, doomed = (call_of(leader, call.call_id).checkpoint_id or "" for call in saved)
+        await leader.submit(model, specs.load(doomed), 3)
+        await leader.submit(model, specs.optim_step(), 4)
         await leader.work()
-        late = await leader.submit(model, specs.sync(), 4)
+        late = await leader.submit(model, specs.sync(), 5)
+        del leader.worker.saved[doomed]
         leader.worker.die()
         await leader.join()
         await leader.work()
-        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        lost = leader.core.ledger.models[model.model_id]
+        assert lost.state is ModelState.STATE_LOST
+        assert f"good={good}@1" in lost.message
         assert call_of(leader, late.call_id).reason is CallReason.STATE_LOST
+        error = wire.error_info(status_pb2.Status.FromString(call_of(leader, late.call_id).error or b""))
+        assert error is not None
+        assert f"good={good}@1" in error.metadata["checkpoints"]
         with pytest.raises(FailedPrecondition) as refused:
-            await leader.submit(model, specs.optim_step(), 5)
+            await leader.submit(model, specs.optim_step(), 6)
         assert refused.value.reason == "STATE_LOST"
-        loaded = await leader.submit(model, specs.load(checkpoint_id), 5)
+        loaded = await leader.submit(model, specs.load(good), 6)
         await leader.work()
         assert call_of(leader, loaded.call_id).state is CallState.SUCCEEDED
-        step = await leader.submit(model, specs.optim_step(), 6)
+        step = await leader.submit(model, specs.optim_step(), 7)
         await leader.work()
         assert call_of(leader, step.call_id).state is CallState.SUCCEEDED
 
@@ -402,3 +410,17 @@ class GatedStore(MemoryStore):
     async def commit(self, term: int, changes: Changes) -> None:
         await self.gate.wait()
         await super().commit(term, changes)
+
+
+async def test_a_lora_rank_that_no_worker_offers_is_refused() -> None:
+    """G17."""
+    async with running_leader() as leader:
+        await leader.join()
+        job = await leader.job()
+        base = model_pb2.ModelBase(
+            init=model_pb2.InitBase(config_json='{"architectures": ["Qwen3ForCausalLM"]}', seed=1)
+        )
+        settings = model_pb2.ModelSettings(lora=model_pb2.LoraSettings(rank=8))
+        spec = models.ModelSpec("policy", base, model_pb2.MODEL_ROLE_POLICY, settings, types_pb2.Affinity())
+        with pytest.raises(FailedPrecondition, match="LoRA ranks: none, not 8"):
+            await models.create_model(leader.core, leader.key("model"), job, spec)

@@ -15,6 +15,7 @@ from plexrl.waiting.agents.learners import empirical_quantiles
 from plexrl.waiting.bench import runs
 from plexrl.waiting.episodes import End, Event, Run, Score, draw, floor_cost
 from plexrl.waiting.laws import Gamma, Never
+from plexrl.waiting.learned import task as waiting
 from plexrl.waiting.sandbox import Limits, Sandbox
 from plexrl.waiting.scenarios import SCENARIOS, rollout
 from plexrl.waiting.schedules import expectation
@@ -230,3 +231,17 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are gamma-1, gamma-4" in capsys.readouterr().err
     assert main(["waiting", "run", "--agent", "nobody"]) == 1
     assert set(runs.AGENTS) >= {"blocking", "doubling", "empirical", "bayes-gamma", "optimal", "mean-then-5s"}
+
+
+def test_the_reward_of_training_is_the_clocks(sandbox: Sandbox) -> None:
+    """What a completion costs by arithmetic is what its code costs in the sandbox, draw by draw."""
+    generator = np.random.default_rng(0)
+    problems = waiting.draw_problems(generator, 25, held_out=True)
+    for index, (task, completion) in enumerate(
+        zip(problems.tasks, waiting.imitation(problems, generator), strict=True)
+    ):
+        agent = Coder(lambda seen, completion=completion: waiting.action(completion, seen.operation))  # type: ignore[misc]
+        score = Run(task.scenario(), agent, sandbox, seed=index).run_episode()[0]
+        by_arithmetic = waiting.cost(task, completion, np.array([score.duration_s]))
+        # The code says its sleeps with three digits.
+        assert score.cost / task.price == pytest.approx(by_arithmetic, abs=0.15)

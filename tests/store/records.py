@@ -3,7 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant, TokenId, WorkerId
+from plexrl_controller.domain.ids import (
+    CallId,
+    CheckpointId,
+    JobId,
+    ModelId,
+    RequestId,
+    SnapshotId,
+    Tenant,
+    TokenId,
+    WorkerId,
+)
 from plexrl_controller.domain.records import (
     Call,
     Checkpoint,
@@ -13,6 +23,7 @@ from plexrl_controller.domain.records import (
     Model,
     Payload,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -70,7 +81,8 @@ def make_model(number: int = 1, job: int = 1, **changes: Any) -> Model:
         last_sequence=7,
         failed_sequence=8,
         step=9,
-        restore_checkpoint_id=CheckpointId("base"),
+        log_start=3,
+        recoveries=2,
         parameter_count=312_000,
         state_bytes=2**40,
         has_tokenizer=True,
@@ -106,6 +118,7 @@ def make_call(number: int = 1, job: int = 1, model: int = 1, **changes: Any) -> 
         start_time=T0 + 1.5,
         end_time=T0 + 2.5,
         acknowledged=False,
+        outcome_sha256="12" * 32,
         revision=1,
     )
     return replace(call, **changes)
@@ -141,6 +154,24 @@ def make_checkpoint(number: int = 1, model: int = 1, **changes: Any) -> Checkpoi
         create_time=T0 + number,
     )
     return replace(checkpoint, **changes)
+
+
+def make_snapshot(number: int = 1, model: int = 1, **changes: Any) -> Snapshot:
+    snapshot = Snapshot(
+        snapshot_id=SnapshotId(f"snapshot-{number}"),
+        model_id=ModelId(f"model-{model}"),
+        job_id=JobId("job-1"),
+        tenant=TENANT,
+        slot=number,
+        committed=True,
+        sequence=11,
+        step=5,
+        weights_version=10,
+        size_bytes=2**35,
+        manifest_sha256="ef" * 32,
+        create_time=T0 + number,
+    )
+    return replace(snapshot, **changes)
 
 
 def make_token(number: int = 1, **changes: Any) -> Token:

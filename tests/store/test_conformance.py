@@ -20,6 +20,7 @@ from tests.store.records import (
     make_job,
     make_model,
     make_request,
+    make_snapshot,
     make_token,
     make_worker,
 )
@@ -55,7 +56,9 @@ class TestTerms:
 class TestRecords:
     async def test_every_field_comes_back(self, store: Store) -> None:
         term = await store.acquire_term("leader-1")
-        inserts = (make_job(), make_model(), make_call(), make_worker(), make_checkpoint(), make_token())
+        inserts = (
+            make_job(), make_model(), make_call(), make_worker(), make_checkpoint(), make_snapshot(), make_token()
+        )  # fmt: skip
         await store.commit(term, Changes(inserts=inserts, requests=(make_request(),)))
         assert await store.load() == LiveState(
             jobs=(make_job(),),
@@ -63,6 +66,7 @@ class TestRecords:
             calls=(make_call(),),
             workers=(make_worker(),),
             checkpoints=(make_checkpoint(),),
+            snapshots=(make_snapshot(),),
             tokens=(make_token(),),
             requests=(make_request(),),
         )
@@ -75,7 +79,7 @@ class TestRecords:
         call = make_call(
             spec=None, error=None, result=None, worker_id=None, checkpoint_id=None, start_time=None, end_time=None
         )
-        model = make_model(2, worker_id=None, restore_checkpoint_id=None)
+        model = make_model(2, worker_id=None)
         await seeded(store, call, model, make_token(tenant=None))
         assert await store.get_call(call.call_id) == call
         assert await store.get_model(model.model_id) == model
@@ -97,12 +101,13 @@ class TestRecords:
             (make_call(), {"acknowledged": True, "spec": None, "result": None, "error": None}),
             (make_worker(), {"incarnation": 3, "life_nonce": 7, "labels": {"zone": "b"}, "address": "127.0.0.1:1"}),
             (make_checkpoint(), {"label": "final"}),
+            (make_snapshot(), {"committed": False, "sequence": 12, "step": 6, "manifest_sha256": "", "size_bytes": 0}),
             (make_token(), {"revoked": True}),
         ],
         ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "-".join(sorted(value)),
     )
     async def test_an_update_writes_what_may_change(self, store: Store, record: Any, changes: dict[str, Any]) -> None:
-        term = await seeded(store, make_call(), make_worker(), make_checkpoint(), make_token())
+        term = await seeded(store, make_call(), make_worker(), make_checkpoint(), make_snapshot(), make_token())
         changed = replace(record, revision=2, **changes)
         await store.commit(term, Changes(updates=(changed,)))
         state = await store.load()
@@ -112,6 +117,7 @@ class TestRecords:
             "Call": await store.get_call(CallId("call-1")),
             "Worker": state.workers[0],
             "Checkpoint": await store.get_checkpoint(CheckpointId("checkpoint-1")),
+            "Snapshot": state.snapshots[0],
             "Token": state.tokens[0],
         }
         assert by_type[type(record).__name__] == changed
@@ -257,18 +263,26 @@ class TestLoad:
             make_model(3, job=2, state=ModelState.DELETING, name="leaving"),
             make_checkpoint(1),
             make_checkpoint(2, model=2),
+            make_snapshot(1),
+            make_snapshot(2, model=2),
             make_call(1, state=CallState.SUCCEEDED),
             make_call(2, state=CallState.SUCCEEDED, acknowledged=True),
             make_call(3, state=CallState.RUNNING),
             make_call(4, job=2, model=2, state=CallState.FAILED),
             make_call(5, job=2, model=2, state=CallState.FAILED, acknowledged=True),
             make_call(6, job=2, model=3, state=CallState.CANCELLING),
+            make_call(7, state=CallState.SUCCEEDED, acknowledged=True, spec=None),
         )
         state = await store.load()
         assert [job.job_id for job in state.jobs] == ["job-1"]
         assert [model.model_id for model in state.models] == ["model-1", "model-3"]
         assert [call.call_id for call in state.calls] == ["call-1", "call-3", "call-6"]
-        assert state.tombstones == (Tombstone(JobId("job-1"), make_call(2).request_id, "hash-2", CallId("call-2")),)
+        assert state.tombstones == tuple(
+            Tombstone(JobId("job-1"), make_call(number).request_id, f"hash-{number}", CallId(f"call-{number}"))
+            for number in (2, 7)
+        )
+        assert [call.call_id for call in state.logged_calls] == ["call-2"], "only what can still be replayed"
+        assert [snapshot.snapshot_id for snapshot in state.snapshots] == ["snapshot-1"]
         assert [checkpoint.checkpoint_id for checkpoint in state.checkpoints] == ["checkpoint-1"]
 
     async def test_accounts_sum_device_time_of_live_jobs(self, store: Store) -> None:

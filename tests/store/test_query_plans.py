@@ -21,10 +21,10 @@ NEXT = Page(20, encode_cursor((15_000.0, "call-15000")))
 SEED = """
 INSERT INTO calls (call_id, request_id, request_hash, job_id, model_id, tenant, kind, state, sequence,
                    weights_version, create_time, deadline, reason, attempt, lost_attempts, leader_term,
-                   worker_incarnation, acknowledged, revision)
+                   worker_incarnation, acknowledged, outcome_sha256, revision)
 SELECT 'call-' || n, 'request-' || n, 'hash', 'job-' || 1 + n % 40, 'model-' || 1 + n % 40,
        CASE WHEN n % 40 = 0 THEN 'acme' ELSE 'tenant-' || n % 40 END, 'GENERATE',
-       CASE WHEN n > 19900 THEN 'RUNNING' ELSE 'SUCCEEDED' END, 0, 0, n, n, 'NONE', 1, 0, 1, 1, n % 3 > 0, 1
+       CASE WHEN n > 19900 THEN 'RUNNING' ELSE 'SUCCEEDED' END, 0, 0, n, n, 'NONE', 1, 0, 1, 1, n % 3 > 0, '', 1
 FROM generate_series(1, 20000) AS n;
 INSERT INTO intervals (kind, worker_id, job_id, model_id, start_unix_ns, end_unix_ns, moved_bytes)
 SELECT 'BUSY', 'worker-1', 'job-' || 1 + n % 40, 'model-1', n, n + 1, 0 FROM generate_series(1, 20000) AS n;
@@ -74,6 +74,7 @@ BIG = {"calls", "intervals", "events"}
         reads.HELD_CALLS,
         reads.CANCELLING_CALLS,
         reads.TOMBSTONES,
+        reads.LOGGED_CALLS,
         reads.ACCOUNTS,
         reads.by_id(rows.CALL, "call-7"),
         reads.list_calls(None, None, Page(20)),

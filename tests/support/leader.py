@@ -12,6 +12,7 @@ from plexrl_controller.api.calls import CallService
 from plexrl_controller.dispatch import jobs, models
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
 from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import Role
@@ -111,6 +112,7 @@ async def running_leader(
     clock: ManualClock | None = None,
     policy: Policy | None = None,
     payloads: MemoryPayloadStore | None = None,
+    recovery_policy: RecoveryPolicy | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
     store, worker = store or MemoryStore(), worker or WorkerDouble()
@@ -126,6 +128,7 @@ async def running_leader(
         clock=clock,
         term=term,
         policy=policy or Policy(),
+        recovery_policy=recovery_policy,
         new_id=_ids(term),
     )
     dispatcher = Dispatcher(core)

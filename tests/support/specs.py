@@ -30,6 +30,11 @@ def forward_backward(tokens: int = 3) -> types_pb2.CallSpec:
     )
 
 
+def score() -> types_pb2.CallSpec:
+    """Score two sequences."""
+    return types_pb2.CallSpec(score=types_pb2.ScoreSpec(batch=wire.token_batch([[1, 2], [3]])))
+
+
 def optim_step(lr: float = 1e-3) -> types_pb2.CallSpec:
     """One AdamW step."""
     return types_pb2.CallSpec(optim_step=types_pb2.OptimStepSpec(adamw=types_pb2.AdamWParams(lr=lr)))

@@ -19,6 +19,19 @@ from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Worker
 
 STATE_BYTES = 1000
+CHANGES = ("forward_backward", "optim_step", "sync_weights")
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A snapshot."""
+
+    state: tuple[int, ...]
+    version: int
+    manifest: str
+
+
+Disk = tuple[dict[str, OnDisk], dict[str, tuple[int, ...]]]
 
 
 @dataclass
@@ -28,20 +41,27 @@ class HeldModel:
     applied: int
     version: int
     on_device: bool = False
+    order: worker_pb2.DeployOrder | None = None
     applied_calls: list[str] = field(default_factory=list)
+    state: tuple[int, ...] = ()
+    """The state itself: which calls' effects are in it, in order."""
 
 
 class WorkerDouble:
     """One life after another of one worker."""
 
-    def __init__(self, name: str = "w0", device_state_bytes: int = 1500) -> None:
+    def __init__(self, name: str = "w0", device_state_bytes: int = 1500, disk: "Disk | None" = None) -> None:
         self.name = name
+        self.disk, self.saved = disk if disk is not None else ({}, {})
+        """Snapshots and checkpoints: they survive every life, and other workers may share them."""
         self.models: dict[str, HeldModel] = {}
         self.queue: deque[worker_pb2.Order] = deque()
         self.outcomes: dict[tuple[str, int], worker_pb2.OrderFinished] = {}
         self.executed: list[str] = []
         """Call ids in the order in which their effect happened."""
         self.swaps = 0
+        self.drift = 0.0
+        """Added to every loss: what another machine type would do."""
         self.nonce = 1
         self.clock_ns = 1_000_000_000
         self.fail_next: dict[str, tuple[int, str]] = {}
@@ -65,6 +85,15 @@ class WorkerDouble:
         self.outcomes.clear()
         self.nonce += 1
 
+    def synchronize(self, worker: Worker, *, stopping: bool = False) -> registry_pb2.SynchronizeRequest:
+        """What Synchronize says."""
+        return registry_pb2.SynchronizeRequest(
+            worker_id=worker.worker_id,
+            worker_incarnation=worker.incarnation,
+            deployments=[self._deployment(m) for m in self.models],
+            stopping=stopping,
+        )
+
     def status(self) -> worker_pb2.WorkerStatus:
         """What GetStatus answers."""
         return worker_pb2.WorkerStatus(deployments=[self._deployment(m) for m in self.models])
@@ -84,9 +113,15 @@ class WorkerDouble:
         match action:
             case "deploy":
                 deploy = order.deploy
-                self.models[deploy.model_id] = HeldModel(deploy.applied_sequence, deploy.weights_version)
-                report.finished.deployed.CopyFrom(worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES))
-                report.deployments.append(self._deployment(deploy.model_id))
+                report.finished.CopyFrom(self._deploy(deploy))
+                if deploy.model_id in self.models:
+                    report.deployments.append(self._deployment(deploy.model_id))
+            case "snapshot":
+                report.finished.CopyFrom(self._snapshot(order.snapshot))
+            case "expire_snapshots":
+                for snapshot_id in order.expire_snapshots.snapshot_ids:
+                    self.disk.pop(snapshot_id, None)
+                report.finished.SetInParent()
             case "drop":
                 self.models.pop(order.drop.model_id, None)
                 report.finished.SetInParent()
@@ -98,9 +133,47 @@ class WorkerDouble:
                 report.finished.SetInParent()
         return [report]
 
+    def _deploy(self, deploy: worker_pb2.DeployOrder) -> worker_pb2.OrderFinished:
+        present = self.models.get(deploy.model_id)
+        if present is not None and present.order == deploy:
+            held = present
+        else:
+            held = HeldModel(deploy.applied_sequence, deploy.weights_version, order=deploy)
+            if deploy.HasField("snapshot"):
+                written = self.disk.get(deploy.snapshot.snapshot_id)
+                if written is None:
+                    return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
+                if written.manifest != deploy.snapshot.manifest_sha256:
+                    return _failed(code_pb2.DATA_LOSS, "CHECKPOINT_CORRUPT")
+                held.state, held.version = written.state, written.version
+            elif deploy.checkpoint_id:
+                if deploy.checkpoint_id not in self.saved:
+                    return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
+                held.state = self.saved[deploy.checkpoint_id]
+            self.models[deploy.model_id] = held
+        built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=held.applied)
+        return worker_pb2.OrderFinished(deployed=built)
+
+    def _snapshot(self, order: worker_pb2.SnapshotOrder) -> worker_pb2.OrderFinished:
+        if (failure := self.fail_next.pop("snapshot", None)) is not None:
+            return _failed(*failure)
+        held = self.models[order.model_id]
+        manifest = f"{order.snapshot_id}@{held.applied}"
+        self.disk[order.snapshot_id] = OnDisk(held.state, held.version, manifest)
+        return worker_pb2.OrderFinished(
+            snapshot=worker_pb2.WrittenSnapshot(
+                snapshot_id=order.snapshot_id,
+                sequence=held.applied,
+                weights_version=held.version,
+                size_bytes=STATE_BYTES,
+                manifest_sha256=manifest,
+            )
+        )
+
     def _swap(self, swap: worker_pb2.SwapWeightsOrder, report: worker_pb2.Report) -> None:
         for model_id in swap.evict_model_ids:
-            self.models[model_id].on_device = False
+            if model_id in self.models:
+                self.models[model_id].on_device = False
         resident = sum(STATE_BYTES for m in self.models.values() if m.on_device)
         if swap.load_model_id and resident + STATE_BYTES > self.capabilities.device_state_bytes:
             report.finished.error.CopyFrom(_status(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"))
@@ -140,18 +213,27 @@ class WorkerDouble:
         if not model.on_device:
             return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
         if run.sequence and model.applied != run.after_sequence:
-            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH")
+            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(model.applied))
         if not run.sequence and run.weights_version != model.version:
             return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
         if (failure := self.fail_next.pop(function, None)) is not None:
             return _failed(*failure)
         self.executed.append(run.call.call_id)
         if run.sequence:
-            model.applied = run.sequence
+            model.applied = max(run.sequence, run.through_sequence)
             model.applied_calls.append(run.call.call_id)
+        if function in CHANGES:
+            model.state = (*model.state, run.sequence)
+        if function == "load_checkpoint":
+            model.state = self.saved.get(run.spec.load_checkpoint.checkpoint_id, ())
+        if function == "save_checkpoint":
+            self.saved[run.new_checkpoint_id] = model.state
         if function in ("sync_weights", "load_checkpoint"):
             model.version = run.sequence
-        return worker_pb2.OrderFinished(result=_result(run, function, model))
+        result = _result(run, function, model)
+        if function == "forward_backward":
+            result.forward_backward.loss = len(model.state) + self.drift
+        return worker_pb2.OrderFinished(result=result)
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models[model_id]
@@ -210,12 +292,12 @@ async def join(core: Core, dispatcher: Dispatcher, transport: TransportDouble, d
     return worker.worker_id
 
 
-def _status(code: int, reason: str) -> status_pb2.Status:
-    return wire.error_status(wire.ErrorInfo(code, reason, f"the double says {reason}"))
+def _status(code: int, reason: str, **metadata: str) -> status_pb2.Status:
+    return wire.error_status(wire.ErrorInfo(code, reason, f"the double says {reason}", metadata))
 
 
-def _failed(code: int, reason: str) -> worker_pb2.OrderFinished:
-    return worker_pb2.OrderFinished(error=_status(code, reason))
+def _failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
+    return worker_pb2.OrderFinished(error=_status(code, reason, **metadata))
 
 
 def _result(run: worker_pb2.RunCallOrder, function: str, model: HeldModel) -> types_pb2.CallResult:

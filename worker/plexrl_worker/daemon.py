@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata as package_metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.checkpoints import CheckpointStore
-from plexrl_worker.engine.port import TESTED_ARCHITECTURES
+from plexrl_worker.engine.port import MAX_LORA_RANK, TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
@@ -59,6 +60,8 @@ class WorkerDaemon:
         service = WorkerService(self._desk, self._host, self._fences, self._outbox, checkpoints, self.status)
         self.server = WorkerServer(settings, service)
         self._stopping = asyncio.Event()
+        self._asked_to_stop = False
+        self._hurry: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
         """Serves until SIGTERM, SIGINT or the controller's word; raises when a part that must run has ended."""
@@ -68,6 +71,7 @@ class WorkerDaemon:
         async with channel.open_channel(self.settings) as registry_channel:
             stub = registry_pb2_grpc.RegistryServiceStub(registry_channel)
             registration = Registration(stub, channel.metadata(self.settings), self._fences, self)
+            self._hurry = registration.hurry
             self._desk.start()
             await self.server.start()
             await self.server.set_serving(True)
@@ -87,8 +91,22 @@ class WorkerDaemon:
                 part.result()
 
     def stop(self) -> None:
-        """Asks the daemon to end."""
-        self._stopping.set()
+        """Asks the daemon to end: once the controller says that its models are saved, or after the grace; asked again,
+        at once.
+        """
+        grace_s = self.settings.stop_grace_s
+        if self._asked_to_stop or not grace_s or not self._host.unsaved() or not self._fences.worker_incarnation:
+            self._stopping.set()
+            return
+        _log.info("stop_asked", grace_s=grace_s, models=len(self._host.model_ids()))
+        self._asked_to_stop = True
+        self._hurry()
+        asyncio.get_running_loop().call_later(grace_s, self._stopping.set)
+
+    def unheard(self) -> None:
+        """The controller does not answer: nobody orders what would be waited for."""
+        if self._asked_to_stop:
+            self._stopping.set()
 
     async def _stop_wanted(self) -> None:
         await self._stopping.wait()
@@ -137,6 +155,7 @@ class WorkerDaemon:
             deployments=[self._host.status(model_id) for model_id in self._host.model_ids()],
             attempts=self._desk.running(),
             resident_bytes=_resident_bytes(os.getpid()) + sum(e.resident_bytes for e in self._engines()),
+            stopping=self._asked_to_stop,
         )
 
     def known_models(self) -> set[str]:
@@ -171,6 +190,7 @@ class WorkerDaemon:
             device_name=self.settings.device,
             threads=self.settings.threads,
             machine_type=self._host.machine_type,
+            max_lora_rank=MAX_LORA_RANK if self.settings.engine == "vllm" else 0,
             checkpoint_store_id=self._snapshots.store_id(),
         )
 

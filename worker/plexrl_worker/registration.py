@@ -25,6 +25,7 @@ _log = structlog.get_logger(__name__)
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
 _RPC_LIMIT_S = 10.0
+_HURRY_INTERVAL_S = 0.1
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -59,6 +60,10 @@ class Lives(Protocol):
         """The controller lets the daemon go."""
         ...
 
+    def unheard(self) -> None:
+        """The controller did not answer."""
+        ...
+
 
 class Registration:
     """The registration of one daemon."""
@@ -78,11 +83,16 @@ class Registration:
         self._sleep = sleep
         self._life_nonce = secrets.randbits(63)
         self._turns = 0
+        self._in_a_hurry = asyncio.Event()
 
     @property
     def turns(self) -> int:
         """Answers and failures so far: a number that stands still means that this loop does."""
         return self._turns
+
+    def hurry(self) -> None:
+        """Synchronizes now and often: there is something to say that the controller must hear soon."""
+        self._in_a_hurry.set()
 
     async def run(self) -> None:
         """Registers and renews until cancelled; a lost lease begins a new life."""
@@ -135,8 +145,20 @@ class Registration:
                 if reason_of(error) == StaleIncarnation.reason:
                     raise StaleIncarnation(error.details() or "the controller knows a newer life") from error
                 _log.warning("synchronize_failed", code=error.code().name, details=error.details())
+                self._lives.unheard()
             self._turns += 1
-            await self._sleep(max(interval_s - (time.monotonic() - started_s), 0.01))
+            await self._pause(max(interval_s - (time.monotonic() - started_s), 0.01))
+
+    async def _pause(self, seconds: float) -> None:
+        if self._in_a_hurry.is_set():
+            await self._sleep(min(seconds, _HURRY_INTERVAL_S))
+            return
+        pauses = [asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._in_a_hurry.wait())]
+        try:
+            await asyncio.wait(pauses, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pause in pauses:
+                pause.cancel()
 
     async def _synchronize(self, limit_s: float) -> None:
         request = self._lives.situation()

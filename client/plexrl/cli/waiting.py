@@ -23,6 +23,7 @@ def add_parser(subparsers: options.Subparsers) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_bench(commands)
     _add_run(commands)
+    _add_learn(commands)
 
 
 def _add_bench(commands: options.Subparsers) -> None:
@@ -53,6 +54,20 @@ def _add_run(commands: options.Subparsers) -> None:
     parser.set_defaults(run=_run)
 
 
+def _add_learn(commands: options.Subparsers) -> None:
+    parser = commands.add_parser(
+        "learn",
+        help="a small model learns to wait, as an RLVR job",
+        description="Starts a cluster of one worker and trains a model of 300,000 parameters by GRPO on what its waits "
+        "cost, once per seed. Writes report.json and learned.png.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/waiting-learned"), metavar="DIR", help="default: out/waiting-learned"
+    )
+    parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
+    parser.set_defaults(run=_learn)
+
+
 def _bench(args: argparse.Namespace) -> int:
     bench = _module("plexrl.waiting.bench.bench")
     bench.run(
@@ -72,6 +87,10 @@ def _run(args: argparse.Namespace) -> int:
     live = _module("plexrl.waiting.bench.live")
     live.run(runs.AGENTS[args.agent](), args.law, episodes=args.episodes, seed=args.seed, speed=args.speed)
     return 0
+
+
+def _learn(args: argparse.Namespace) -> int:
+    return int(_module("plexrl.waiting.learned.demo").run(args.out, args.seeds))
 
 
 def _module(name: str) -> Any:

@@ -221,21 +221,32 @@ Global___ModelBase: _TypeAlias = ModelBase  # noqa: Y015
 
 @_typing.final
 class LoraSettings(_message.Message):
-    """Low-rank adaptation. Reserved: refused with UNSUPPORTED until it is offered."""
+    """Low-rank adaptation (LoRA): adapters beside every linear layer of the body are trained, the base stays as it is. Models
+    over one base that are alike in rank and alpha share one engine, and the base in it; only adapters move in a swap.
+    FAILED_PRECONDITION with NO_FEASIBLE_WORKER where no worker offers the rank.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Rank."""
+    """Rank of every adapter, at least 1."""
+    alpha: _builtins.float
+    """An adapter's output is scaled by alpha / rank; 0 means alpha = rank."""
+    seed: _builtins.int
+    """Seed of the first adapter. It changes nothing, whatever the seed: its second factor is zero."""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,7 +279,7 @@ class ModelSettings(_message.Message):
     """Versions of the rollout weights to keep; 0 and 1 mean the latest only, more is refused until offered."""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
-        """LoRA instead of full-parameter training."""
+        """LoRA instead of full-parameter training; unset trains all parameters."""
 
     def __init__(
         self,
@@ -346,6 +357,8 @@ class Model(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Its id."""
     job_id: _builtins.str
@@ -372,6 +385,8 @@ class Model(_message.Message):
     """Whether Tokenize works."""
     next_sequence: _builtins.int
     """The number that the next sequenced call must carry: one above the highest submitted."""
+    recoveries: _builtins.int
+    """How often its state was rebuilt."""
     @_builtins.property
     def settings(self) -> Global___ModelSettings:
         """How it is run."""
@@ -387,6 +402,10 @@ class Model(_message.Message):
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
+
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snapshot]:
+        """Its automatic snapshots, newest first: what a lost state is rebuilt from, with the calls since executed again."""
 
     def __init__(
         self,
@@ -408,14 +427,56 @@ class Model(_message.Message):
         has_tokenizer: _builtins.bool = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         next_sequence: _builtins.int = ...,
+        snapshots: _abc.Iterable[Global___Snapshot] | None = ...,
+        recoveries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "create_time", b"create_time", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "applied_sequence", b"applied_sequence", "create_time", b"create_time", "has_tokenizer", b"has_tokenizer", "job_id", b"job_id", "message", b"message", "model_id", b"model_id", "name", b"name", "next_sequence", b"next_sequence", "parameter_count", b"parameter_count", "residency", b"residency", "role", b"role", "settings", b"settings", "state", b"state", "state_bytes", b"state_bytes", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "applied_sequence", b"applied_sequence", "create_time", b"create_time", "has_tokenizer", b"has_tokenizer", "job_id", b"job_id", "message", b"message", "model_id", b"model_id", "name", b"name", "next_sequence", b"next_sequence", "parameter_count", b"parameter_count", "recoveries", b"recoveries", "residency", b"residency", "role", b"role", "settings", b"settings", "snapshots", b"snapshots", "state", b"state", "state_bytes", b"state_bytes", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """A committed automatic copy of a model's full state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Its id."""
+    sequence: _builtins.int
+    """Sequence number that the state inside stands at."""
+    step: _builtins.int
+    """Optimizer steps inside."""
+    size_bytes: _builtins.int
+    """Bytes on disk."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was committed."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        step: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class CreateModelRequest(_message.Message):

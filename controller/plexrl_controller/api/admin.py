@@ -9,6 +9,7 @@ from plexrl_controller.api import messages
 from plexrl_controller.api.auth import identity, token_sha256
 from plexrl_controller.dispatch import limits, workers
 from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.snapshots import may_stop
 from plexrl_controller.domain.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from plexrl_controller.domain.ids import JobId, ModelId, Tenant, TokenId, WorkerId
 from plexrl_controller.domain.records import Token
@@ -135,7 +136,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.SynchronizeResponse(
             leader_term=self._core.term,
             directive=registry_pb2.WORKER_DIRECTIVE_STOP
-            if worker.state is WorkerState.DRAINED
+            if worker.state is WorkerState.DRAINED or may_stop(self._core, worker.worker_id)
             else registry_pb2.WORKER_DIRECTIVE_SERVE,
             model_ids=[
                 model_id

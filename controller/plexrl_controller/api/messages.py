@@ -11,6 +11,7 @@ from plexrl.v1 import admin_pb2, call_pb2, job_pb2, model_pb2, registry_pb2, typ
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.readiness import blocked
+from plexrl_controller.dispatch.replays import progress
 from plexrl_controller.domain.errors import InvalidArgument
 from plexrl_controller.domain.ids import RequestId
 from plexrl_controller.domain.records import Call, Checkpoint, Interval, Job, Model, Worker
@@ -111,7 +112,7 @@ def model_message(core: Core, model: Model) -> model_pb2.Model:
         job_id=model.job_id,
         name=model.name,
         state=model_pb2.ModelState.ValueType(model.state),
-        message=model.message,
+        message=": ".join(filter(None, (model.message, progress(core.ledger, model)))),
         role=model_pb2.ModelRole.ValueType(model.role),
         settings=model_pb2.ModelSettings.FromString(model.settings),
         affinity=types_pb2.Affinity.FromString(model.affinity),
@@ -124,6 +125,20 @@ def model_message(core: Core, model: Model) -> model_pb2.Model:
         has_tokenizer=model.has_tokenizer,
         create_time=timestamp(model.create_time),
         next_sequence=model.last_sequence + 1,
+        snapshots=[
+            model_pb2.Snapshot(
+                snapshot_id=snapshot.snapshot_id,
+                sequence=snapshot.sequence,
+                step=snapshot.step,
+                size_bytes=snapshot.size_bytes,
+                create_time=timestamp(snapshot.create_time),
+            )
+            for snapshot in sorted(
+                core.ledger.snapshots_of_model.get(model.model_id, {}).values(), key=lambda s: s.sequence, reverse=True
+            )
+            if snapshot.committed
+        ],
+        recoveries=model.recoveries,
     )
 
 

@@ -3,12 +3,15 @@
 Pure over the ledger: takes a batch, extends it until no effect inside the ledger is left.
 """
 
+from collections.abc import Mapping
+
 from google.rpc import code_pb2
 
 from plexrl import wire
-from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch, ModelCalls
+from plexrl_controller.dispatch.ledger import Batch, Ledger, ModelCalls
+from plexrl_controller.dispatch.restore import replays_after, restore_points, shorten_log, what_is_left
 from plexrl_controller.domain.records import Call, Job, Model, Record, Worker
-from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.jobs import JobEvent
@@ -37,6 +40,7 @@ def settle(batch: Batch) -> None:
                 case Effect.DROP_MODELS, Job():
                     _delete_models(batch, record)
                 case Effect.DROP_MODELS, Model():
+                    _give_up_copies(batch, record)
                     dropped.append((effect, record))
                 case Effect.REASSIGN, Worker():
                     _reassign(batch, record)
@@ -46,16 +50,22 @@ def settle(batch: Batch) -> None:
     _release_finished_jobs(batch)
 
 
-def error_of(code: int, reason: str, message: str) -> bytes:
+def error_of(code: int, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> bytes:
     """A serialized google.rpc.Status for a call's `error`."""
-    return wire.error_status(wire.ErrorInfo(code, reason, message)).SerializeToString()
+    return wire.error_status(wire.ErrorInfo(code, reason, message, dict(metadata or {}))).SerializeToString()
 
 
-def fail(batch: Batch, call: Call, reason: CallReason, message: str, code: int = code_pb2.FAILED_PRECONDITION) -> Call:
+def fail(
+    batch: Batch,
+    call: Call,
+    reason: CallReason,
+    message: str,
+    code: int = code_pb2.FAILED_PRECONDITION,
+    metadata: Mapping[str, str] | None = None,
+) -> Call:
     """Ends a call as FAILED."""
-    return batch.transition(
-        call, CallEvent.FAIL, reason=reason, error=error_of(code, reason.name, message), end_time=batch.now
-    )
+    error = error_of(code, reason.name, message, metadata)
+    return batch.transition(call, CallEvent.FAIL, reason=reason, error=error, end_time=batch.now)
 
 
 def end(batch: Batch, call: Call, reason: CallReason, message: str) -> None:
@@ -87,26 +97,50 @@ def requeue(batch: Batch, call: Call) -> None:
 
 
 def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
-    """A worker no longer has a model's state: rebuild it where a checkpoint or the base holds exactly that state."""
-    batch.ledger.residency.pop(model.model_id, None)
-    batch.ledger.deploying.pop(model.model_id, None)
-    if model.worker_id is not None and (group := batch.ledger.groups.get(model.worker_id)):
+    """A worker no longer has a model's state: rebuild it from the best copy that is left, where there is one."""
+    ledger = batch.ledger
+    for volatile in (ledger.residency, ledger.deploying, ledger.recoveries):
+        volatile.pop(model.model_id, None)
+    if model.worker_id is not None and (group := ledger.groups.get(model.worker_id)):
         group.on_device.discard(model.model_id)
-    if model.state is ModelState.CREATING:
-        return
     if model.state is ModelState.DELETING:
         batch.transition(model, ModelEvent.DROPPED)
-    elif model.restore_checkpoint_id is not None:
-        source = "its base" if model.restore_checkpoint_id == RESTORE_BASE else "its last checkpoint"
-        batch.transition(model, ModelEvent.RECOVER, message=f"being restored from {source} after: {cause}")
-    elif model.state in (ModelState.PLACED, ModelState.RECOVERING):
-        batch.transition(
-            model,
-            ModelEvent.LOSE_STATE,
-            failed_sequence=model.due_sequence,
-            message=f"the training state at sequence {model.applied_sequence} was lost: {cause}. "
-            "Load a checkpoint (or the base) to go on",
-        )
+    if model.state not in (ModelState.PLACED, ModelState.RECOVERING):
+        return
+    points = restore_points(ledger, model)
+    if points:
+        replays = replays_after(ledger, model, points[0].sequence)
+        seconds = ledger.log(model.model_id).busy_s_after(points[0].sequence)
+        plan = f"{len(replays)} call(s) are executed again, about {seconds:.1f} s" if replays else "no call is lost"
+        message = f"being restored from {points[0]}; {plan}, after: {cause}"
+        batch.transition(model, ModelEvent.RECOVER, recoveries=model.recoveries + 1, message=message)
+    elif loads_next(ledger, model):
+        message = f"being rebuilt to load a checkpoint, after: {cause}"
+        batch.transition(model, ModelEvent.RECOVER, recoveries=model.recoveries + 1, message=message)
+    else:
+        give_up_state(batch, model, cause)
+
+
+def give_up_state(batch: Batch, model: Model, cause: str) -> None:
+    """Nothing brings the state back: says what is left, and gives up what was kept to rebuild it."""
+    ledger = batch.ledger
+    ledger.recoveries.pop(model.model_id, None)
+    ledger.host_images.pop(model.model_id, None)
+    left = "; ".join(f"{name}: {ids}" for name, ids in what_is_left(ledger, model).items())
+    lost = batch.transition(
+        model,
+        ModelEvent.LOSE_STATE,
+        failed_sequence=model.due_sequence,
+        message=f"the training state at sequence {model.applied_sequence} was lost: {cause}. "
+        f"Load a checkpoint (or the base) to go on. {left or 'No checkpoint or snapshot is left'}",
+    )
+    shorten_log(batch, lost, lost.applied_sequence + 1)
+
+
+def loads_next(ledger: Ledger, model: Model) -> bool:
+    """Whether the state before the model's next call does not matter: it loads another."""
+    call_id = ledger.calls_of_model[model.model_id].sequenced.get(model.due_sequence)
+    return call_id is not None and ledger.calls[call_id].kind is CallKind.LOAD_CHECKPOINT
 
 
 def _fail_successors(batch: Batch, call: Call) -> None:
@@ -134,7 +168,8 @@ def _end_calls_of_model(batch: Batch, model: Model) -> None:
                 if call.state is CallState.CANCELLING:
                     batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
                 else:
-                    fail(batch, call, CallReason.STATE_LOST, model.message, code_pb2.ABORTED)
+                    left = what_is_left(batch.ledger, model)
+                    fail(batch, call, CallReason.STATE_LOST, model.message, code_pb2.ABORTED, left)
         case ModelState.FAILED:
             for call in batch.ledger.live_calls(model.model_id):
                 fail(
@@ -158,6 +193,17 @@ def _delete_models(batch: Batch, job: Job) -> None:
             batch.transition(model, ModelEvent.DELETE, message=f"job {job.name} is {job.state.name}")
 
 
+def _give_up_copies(batch: Batch, model: Model) -> None:
+    """A model leaves: its log goes, and its snapshots but the newest of a job that did not end by its client's word."""
+    ledger, job = batch.ledger, batch.ledger.jobs.get(model.job_id)
+    shorten_log(batch, ledger.models[model.model_id], model.applied_sequence + 1)
+    committed = [s for s in ledger.snapshots_of_model.get(model.model_id, {}).values() if s.committed]
+    if committed and job is not None and job.state in (JobState.EXPIRED, JobState.FAILED):
+        committed.remove(max(committed, key=lambda snapshot: snapshot.sequence))
+    for snapshot in committed:
+        batch.update(snapshot, committed=False)
+
+
 def _reassign(batch: Batch, worker: Worker) -> None:
     ledger = batch.ledger
     cause = f"worker {worker.name} (incarnation {worker.incarnation}) is gone"
@@ -168,7 +214,9 @@ def _reassign(batch: Batch, worker: Worker) -> None:
         lose_model_state(batch, ledger.models[model_id], cause)
     for call_id in list(ledger.calls_on_worker.get(worker.worker_id, ())):
         call = ledger.calls[call_id]
-        if call.state in call_lifecycle.ON_WORKER:
+        if call.state is CallState.DISPATCHED:
+            requeue(batch, call)
+        elif call.state in call_lifecycle.ON_WORKER:
             lose_attempt(batch, call, cause)
 
 

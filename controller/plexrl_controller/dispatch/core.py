@@ -17,6 +17,7 @@ from plexrl_controller.dispatch.hub import Hub
 from plexrl_controller.dispatch.identifiers import time_ordered_id
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.dispatch.turns import Turns
 from plexrl_controller.dispatch.uploads import Uploads
@@ -50,6 +51,7 @@ class Core:
         clock: Clock,
         term: int,
         policy: Policy,
+        recovery_policy: RecoveryPolicy | None = None,
         new_id: Callable[[], str] = time_ordered_id,
     ) -> None:
         self.ledger = Ledger()
@@ -62,11 +64,14 @@ class Core:
         self.clock = clock
         self.term = term
         self.policy = policy
+        self.recovery_policy = recovery_policy or RecoveryPolicy()
         self.orders = OrderBook(term)
         self.new_id = new_id
         self.invariant_violations = 0
+        self.replay_divergences = 0
         self.undurable: dict[CallId, int] = {}
         """Calls with transitions that are on their way to the store: not to be shown before they are there."""
+        self._background: set[asyncio.Task[None]] = set()
         self.turns = Turns()
         self._bytes = _ByteCache(CACHE_BYTES)
 
@@ -110,6 +115,8 @@ class Core:
         def tell(error: ControllerError | None) -> None:
             if error is None:
                 self._release(batch, changed)
+                if batch.unkept:
+                    self._unkeep_later(batch.unkept)
             if then is not None:
                 then(error)
 
@@ -142,12 +149,24 @@ class Core:
     def drop(self, model: Model) -> None:
         """Tells the model's worker to forget it; a worker that is gone has forgotten it already."""
         worker = self.ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+        self._expire_snapshots(model)
         if worker is None or worker.state is WorkerState.LOST:
             batch = self.batch()
             batch.transition(self.ledger.models[model.model_id], ModelEvent.DROPPED)
             self.queue(batch)
             return
         self.transport.send(worker.worker_id, [self.orders.drop(model.model_id, worker.incarnation)])
+
+    def _expire_snapshots(self, model: Model) -> None:
+        """Has the snapshots deleted that do not count any more, by any worker: they share the directory."""
+        places = self.ledger.snapshots_of_model.get(model.model_id, {}).values()
+        gone = [snapshot.snapshot_id for snapshot in places if not snapshot.committed]
+        connected = [worker_id for worker_id, group in self.ledger.groups.items() if group.connected]
+        if gone and connected:
+            worker = self.ledger.workers[
+                model.worker_id if model.worker_id is not None and model.worker_id in connected else connected[0]
+            ]
+            self.transport.send(worker.worker_id, [self.orders.expire_snapshots(gone, worker.incarnation)])
 
     async def keep(self, data: bytes, tenant: Tenant) -> Payload:
         """Makes bytes durable: inline up to 64 KiB, else in the payload store."""
@@ -171,11 +190,26 @@ class Core:
         for payload in payloads:
             await inline.release(self.payloads, tenant, payload)
 
+    def _unkeep_later(self, payloads: Sequence[tuple[Tenant, Payload]]) -> None:
+        """Gives payloads up in the background; what a crash leaves is swept at the next start."""
+
+        async def unkeep_all() -> None:
+            for tenant, payload in payloads:
+                await self.unkeep(tenant, payload)
+
+        task = asyncio.get_running_loop().create_task(unkeep_all(), name="unkeep")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
     def hold_payloads(self) -> None:
         """After a restart: takes the references that the loaded records stand for."""
         for call in list(self.ledger.calls.values()):
             for payload in (call.spec, call.result):
                 self._hold(call.tenant, payload)
+        for replay_log in self.ledger.logs.values():
+            for call in replay_log.after(0):
+                if call.acknowledged:
+                    self._hold(call.tenant, call.spec)
         for payload in self.uploads.start(self.ledger, self.clock.now()):
             log.error("payload_missing", detail=str(payload))
 

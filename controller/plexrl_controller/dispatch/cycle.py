@@ -9,13 +9,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from plexrl.v1 import types_pb2, worker_pb2
-from plexrl_controller.dispatch.cascade import fail
+from plexrl_controller.dispatch.cascade import fail, give_up_state
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.dispatch.recovery import replay_orders, restore_order
+from plexrl_controller.dispatch.replays import replayed_call
 from plexrl_controller.dispatch.views import group_view
-from plexrl_controller.domain.errors import DataLoss
-from plexrl_controller.domain.ids import CallId, WorkerId
-from plexrl_controller.domain.records import Call, Interval
+from plexrl_controller.domain.errors import DataLoss, NotFound
+from plexrl_controller.domain.ids import WorkerId
+from plexrl_controller.domain.records import Call, Interval, Worker
 from plexrl_controller.domain.states import CallReason, CallState, IntervalKind, ModelState
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.machine import Effect
@@ -83,7 +85,38 @@ class GroupCycle:
             due = model.state in (ModelState.CREATING, ModelState.RECOVERING)
             if due and core.ledger.deploying.get(model_id) != worker.incarnation:
                 core.ledger.deploying[model_id] = worker.incarnation
-                core.transport.send(self._worker_id, [core.orders.deploy(model, worker.incarnation)])
+                recovering = model.state is ModelState.RECOVERING
+                order = (
+                    restore_order(core, model, worker) if recovering else core.orders.deploy(model, worker.incarnation)
+                )
+                core.transport.send(self._worker_id, [order])
+
+    def _replay(self, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
+        """Gives calls of a recovering model to be executed again. Their records do not change."""
+        core, worker = self._core, self._core.ledger.workers[self._worker_id]
+        model = core.ledger.models[decision.calls[0].model_id]
+        orders = [*self._swaps(decision, worker), *replay_orders(core, model, calls, worker)]
+        batch = core.batch()
+        self._occupy(batch, decision, calls, now)
+        # The number of this recovery, which fences its attempts, is durable before any of them is sent.
+        core.queue(batch, lambda error: self._send(orders) if error is None else None)
+
+    def _occupy(self, batch: Batch, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
+        """The group is the served job's from now on, and the swap is on its way."""
+        group = self._core.ledger.groups[self._worker_id]
+        self._charge_hold(batch, now)
+        if group.serving != decision.job_id:
+            group.serving, group.slice_start = decision.job_id, now
+        group.on_device.difference_update(decision.evict)
+        if decision.load is not None:
+            group.on_device.add(decision.load)
+        for ready in calls:
+            group.used_at[ready.model_id] = now
+
+    def _swaps(self, decision: Serve, worker: Worker) -> list[worker_pb2.Order]:
+        if decision.load is None and not decision.evict:
+            return []
+        return [self._core.orders.swap(decision.load, decision.evict, worker.incarnation)]
 
     def _at_hand(self, ready: Sequence[ReadyCall]) -> list[ReadyCall]:
         """The first of the calls, as many as have their arguments in memory and may be given to the worker as well.
@@ -93,7 +126,8 @@ class GroupCycle:
         given_bytes: int | None = None
         calls: list[ReadyCall] = []
         for call in ready:
-            spec = ledger.calls[call.call_id].spec
+            record = self._record(call)
+            spec = record.spec if record is not None else None
             if spec is not None and spec.inline is None:
                 if given_bytes is None:
                     given_bytes = sum(_argument_bytes(ledger.calls[c]) for c in ledger.calls_on_worker[self._worker_id])
@@ -102,36 +136,44 @@ class GroupCycle:
                     break
             if call.call_id not in ledger.specs:
                 if not calls:
-                    self._reading = self._spawn(self._read(call.call_id), f"read-{self._worker_id}")
+                    self._reading = self._spawn(self._read(call), f"read-{self._worker_id}")
                 break
             calls.append(call)
         return calls
 
-    async def _read(self, call_id: CallId) -> None:
-        """Reads a call's arguments back; a call whose arguments are lost fails here."""
+    def _record(self, ready: ReadyCall) -> Call | None:
+        """A call's record: one to be executed again may have been acknowledged, and is in its model's log alone."""
+        ledger = self._core.ledger
+        return ledger.calls.get(ready.call_id) or replayed_call(ledger, ready.model_id, ready.call_id)
+
+    async def _read(self, ready: ReadyCall) -> None:
+        """Reads a call's arguments back; a call, or a model that is rebuilt, whose arguments are lost fails here."""
         core = self._core
         try:
-            call = core.ledger.calls.get(call_id)
+            call = self._record(ready)
             if call is not None:
                 await core.spec(call)
-        except DataLoss as error:
-            call = core.ledger.calls.get(call_id)
-            if call is not None and call.state is CallState.PENDING:
-                batch = core.batch()
+        except (DataLoss, NotFound) as error:
+            batch = core.batch()
+            call, model = self._record(ready), core.ledger.models.get(ready.model_id)
+            if model is not None and model.state is ModelState.RECOVERING:
+                give_up_state(batch, model, f"the arguments of a call to execute again are gone: {error.message}")
+            elif call is not None and call.state is CallState.PENDING:
                 fail(batch, call, CallReason.ENGINE_ERROR, error.message)
-                core.queue(batch)
+            core.queue(batch)
         finally:
             self._reading = None
             core.wake(self._worker_id)
 
     def _serve(self, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         core, ledger = self._core, self._core.ledger
-        worker, group = ledger.workers[self._worker_id], ledger.groups[self._worker_id]
+        worker = ledger.workers[self._worker_id]
+        if ledger.models[decision.calls[0].model_id].state is ModelState.RECOVERING:
+            self._replay(decision, calls, now)
+            return
         on_worker = ledger.calls_on_worker[self._worker_id]
         batch = core.batch()
-        orders: list[worker_pb2.Order] = []
-        if decision.load is not None or decision.evict:
-            orders.append(core.orders.swap(decision.load, decision.evict, worker.incarnation))
+        orders = self._swaps(decision, worker)
         # A job waits while it has something to run and nothing of it runs.
         idle, waited_s = not any(ledger.calls[c].job_id == decision.job_id for c in on_worker), 0.0
         for ready in calls:
@@ -147,15 +189,9 @@ class GroupCycle:
                 worker_incarnation=worker.incarnation,
             )
             orders.append(core.orders.run(call, self._spec(call), ready.after_sequence))
-            group.used_at[ready.model_id] = now
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s
-        self._charge_hold(batch, now)
-        if group.serving != decision.job_id:
-            group.serving, group.slice_start = decision.job_id, now
-        group.on_device.difference_update(decision.evict)
-        if decision.load is not None:
-            group.on_device.add(decision.load)
+        self._occupy(batch, decision, calls, now)
         batch.take(Effect.SEND_ORDER)
         core.queue(batch, lambda error: self._send(orders) if error is None else None)
 

@@ -13,8 +13,18 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from plexrl.v1 import model_pb2, types_pb2
+from plexrl_controller.dispatch.replay_log import REPLAYED, Recovery, ReplayLog, SnapshotOfModel
 from plexrl_controller.domain.errors import NotFound
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, TokenId, WorkerId
+from plexrl_controller.domain.ids import (
+    CallId,
+    CheckpointId,
+    JobId,
+    ModelId,
+    RequestId,
+    Tenant,
+    TokenId,
+    WorkerId,
+)
 from plexrl_controller.domain.records import (
     Call,
     Checkpoint,
@@ -22,8 +32,10 @@ from plexrl_controller.domain.records import (
     Interval,
     Job,
     Model,
+    Payload,
     Record,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -33,8 +45,6 @@ from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
-RESTORE_BASE = CheckpointId("base")
-"""Model.restore_checkpoint_id while the state is exactly the base's."""
 
 
 @dataclass
@@ -52,6 +62,8 @@ class GroupState:
     """Volatile facts about one worker group."""
 
     connected: bool = False
+    stopping: bool = False
+    """Its daemon was asked to stop: it gets no more calls, and its models are saved."""
     last_sync: float = 0.0
     serving: JobId | None = None
     slice_start: float = 0.0
@@ -61,6 +73,16 @@ class GroupState:
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
     resident_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostImage:
+    """The whole state of an earlier moment that a worker's host tier still holds, of a model whose state is lost."""
+
+    worker_id: WorkerId
+    incarnation: int
+    sequence: int
+    weights_version: int
 
 
 @dataclass
@@ -84,6 +106,8 @@ class Ledger:
         self.calls: dict[CallId, Call] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.checkpoints: dict[CheckpointId, Checkpoint] = {}
+        self.snapshots_of_model: dict[ModelId, dict[int, Snapshot]] = {}
+        self.logs: dict[ModelId, ReplayLog] = {}
         self.tokens: dict[TokenId, Token] = {}
         self.token_by_hash: dict[str, TokenId] = {}
         self.requests: dict[tuple[str, RequestId], Request] = {}
@@ -106,6 +130,15 @@ class Ledger:
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
         self.round_trip_s: dict[JobId, float] = {}
+        self.host_images: dict[ModelId, HostImage] = {}
+        self.unreadable: set[str] = set()
+        """Checkpoints that were found damaged or gone when a state was to be restored from them."""
+        self.recoveries: dict[ModelId, Recovery] = {}
+        """Models whose state is being rebuilt on the worker that they are on."""
+        self.misfits: dict[ModelId, tuple[WorkerId, int]] = {}
+        """Models that cannot be restored on their worker in this life of it: another must be found."""
+        self.deaths_in_replay: dict[ModelId, int] = {}
+        self.snapshotting: dict[ModelId, SnapshotOfModel] = {}
 
     def restore(self, state: LiveState, now: float) -> None:
         """Takes over what a store holds; leases start anew."""
@@ -115,7 +148,9 @@ class Ledger:
         for worker in state.workers:
             self._put(worker)
             self.groups[worker.worker_id].last_sync = now
-        for records in (state.models, state.calls, state.checkpoints, state.tokens):
+        for records in (
+            state.models, state.calls, state.logged_calls, state.checkpoints, state.snapshots, state.tokens
+        ):  # fmt: skip
             for record in records:
                 self._put(record)
         for request in state.requests:
@@ -147,6 +182,10 @@ class Ledger:
         index = self.calls_of_model.get(model_id, ModelCalls())
         return [self.calls[c] for c in (*index.sequenced.values(), *index.generates)]
 
+    def log(self, model_id: ModelId) -> ReplayLog:
+        """A model's calls that can be executed again."""
+        return self.logs.setdefault(model_id, ReplayLog())
+
     def accepting(self, model_id: ModelId) -> asyncio.Lock:
         """Held while a call of the model is being accepted."""
         return self._accepting.setdefault(model_id, asyncio.Lock())
@@ -173,14 +212,17 @@ class Ledger:
         for model_id in list(self.models_of_job.pop(job_id, ())):
             self.models.pop(model_id, None)
             self.calls_of_model.pop(model_id, None)
-            self.residency.pop(model_id, None)
-            self._accepting.pop(model_id, None)
+            for index in (
+                self.residency, self._accepting, self.snapshots_of_model, self.logs, self.host_images, self.recoveries,
+                self.misfits, self.deaths_in_replay, self.snapshotting,
+            ):  # fmt: skip
+                index.pop(model_id, None)
             if not self.arriving.get(model_id):
                 self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
-        for index in (self.jobs, self.facts, self.accounts, self.round_trip_s):
-            index.pop(job_id, None)
+        for by_job in (self.jobs, self.facts, self.accounts, self.round_trip_s):
+            by_job.pop(job_id, None)
 
     def _put(self, record: Record) -> None:
         match record:
@@ -199,6 +241,8 @@ class Ledger:
                 self.calls_on_worker.setdefault(record.worker_id, {})
             case Checkpoint():
                 self.checkpoints[record.checkpoint_id] = record
+            case Snapshot():
+                self.snapshots_of_model.setdefault(record.model_id, {})[record.slot] = record
             case Token():
                 self.tokens[record.token_id] = record
                 self.token_by_hash[record.token_sha256] = record.token_id
@@ -218,8 +262,13 @@ class Ledger:
                 on_worker[model.model_id] = None
 
     def _put_call(self, call: Call) -> None:
-        self.calls[call.call_id] = call
-        self.calls_of_job.setdefault(call.job_id, OrderedDict())[call.call_id] = None
+        if call.acknowledged:
+            self.forget_call(call)
+        else:
+            self.calls[call.call_id] = call
+            self.calls_of_job.setdefault(call.job_id, OrderedDict())[call.call_id] = None
+        if call.kind in REPLAYED and call.state is CallState.SUCCEEDED:
+            self.log(call.model_id).put(call)
         self.call_by_request[call.job_id, call.request_id] = (call.request_hash, call.call_id)
         index = self.calls_of_model.setdefault(call.model_id, ModelCalls())
         live = call.state not in calls.TERMINAL
@@ -260,6 +309,8 @@ class Batch:
         self._events: list[Event] = []
         self._intervals: list[Interval] = []
         self._requests: list[Request] = []
+        self.unkept: list[tuple[Tenant, Payload]] = []
+        """Payloads that nothing refers to once this is durable."""
 
     def insert(self, record: Record) -> None:
         """Adds a new record."""
@@ -278,9 +329,19 @@ class Batch:
         self.effects.extend((effect, applied.record) for effect in applied.effects)
         return applied.record
 
-    def update(self, record: R | Checkpoint | Token, **changes: Any) -> None:
+    def update(self, record: R | Checkpoint | Snapshot | Token, **changes: Any) -> None:
         """Changes data beside the state."""
         self._write(replace(record, revision=record.revision + 1, **changes))
+
+    def drop_arguments(self, call: Call) -> None:
+        """Gives up the arguments of a call that will not be executed again."""
+        if call.spec is not None:
+            self.unkept.append((call.tenant, call.spec))
+            self.update(call, spec=None)
+
+    def note(self, event: Event) -> None:
+        """Adds an event that is no transition."""
+        self._events.append(event)
 
     def interval(self, interval: Interval) -> None:
         """Charges device time to a job."""
@@ -348,6 +409,8 @@ def record_id(record: Record) -> str:
             return record.worker_id
         case Checkpoint():
             return record.checkpoint_id
+        case Snapshot():
+            return record.snapshot_id
         case Token():
             return record.token_id
 

@@ -1,14 +1,14 @@
 """Models: creating and placing, deleting, resuming their sequences."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import fail
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.jobs import Key, done_before, remember
-from plexrl_controller.dispatch.ledger import RESTORE_BASE
 from plexrl_controller.dispatch.views import cluster_view
 from plexrl_controller.domain.errors import (
     AlreadyExists,
@@ -19,7 +19,7 @@ from plexrl_controller.domain.errors import (
     Unavailable,
 )
 from plexrl_controller.domain.ids import ModelId, WorkerId
-from plexrl_controller.domain.records import Job, Model
+from plexrl_controller.domain.records import Job, Model, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
@@ -54,7 +54,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
     if len(live) >= limits.MAX_MODELS_PER_JOB:
         raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
-    worker_id = choose_worker(core, spec.base, spec.affinity)
+    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings)
     batch = core.batch()
     model = Model(
         model_id=ModelId(core.new_id()),
@@ -69,7 +69,6 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         affinity=spec.affinity.SerializeToString(deterministic=True),
         worker_id=worker_id,
         worker_incarnation=core.ledger.workers[worker_id].incarnation,
-        restore_checkpoint_id=RESTORE_BASE,
     )
     core.uploads.hold_base(model)
     batch.insert(model)
@@ -80,20 +79,31 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
 
 
 def choose_worker(
-    core: Core, base: model_pb2.ModelBase, affinity: types_pb2.Affinity, state_bytes: int = 0
+    core: Core,
+    base: model_pb2.ModelBase,
+    affinity: types_pb2.Affinity,
+    settings: model_pb2.ModelSettings,
+    state_bytes: int = 0,
+    may_take: Callable[[Worker], bool] = lambda _: True,
 ) -> WorkerId:
-    """Places a model. Raises Unavailable when a worker may come, FailedPrecondition when none can ever do."""
+    """Places a model on a worker that `may_take` it.
+
+    Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
+    """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
+            lora_rank=settings.lora.rank,
             labels=dict(affinity.require),
             colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    match place(cluster_view(core.ledger), request, core.policy):
+    view = cluster_view(core.ledger)
+    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
+    match place(replace(view, groups=taking), request, core.policy):
         case Placed() as placed:
             return placed.worker_id
         case Refused(reason=reason, temporary=True):

@@ -1,23 +1,40 @@
 """Orders, written from records."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from plexrl_controller.dispatch.ledger import RESTORE_BASE
+from plexrl_controller.dispatch.replay_log import Replay, RestorePoint, Source
 from plexrl_controller.domain.ids import ModelId
-from plexrl_controller.domain.records import Call, Model
+from plexrl_controller.domain.records import Call, Model, Snapshot
 from plexrl_controller.domain.states import CallKind
+
+_TERM_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOrder:
+    """What a replay's report answers: a place in the replays of one recovery of a model."""
+
+    model_id: ModelId
+    recovery: int
+    place: int
 
 
 class OrderBook:
-    """Numbers orders within a term and remembers those whose report does not name a call."""
+    """Numbers orders and remembers those whose report does not name a call that it ends.
+
+    Numbers are of one term: a late report of an earlier leader's order never passes for one of this leader's.
+    """
 
     def __init__(self, term: int) -> None:
         self.term = term
-        self._numbers = count(1)
+        self._numbers = count((term << _TERM_BITS) + 1)
         self._models: dict[int, ModelId] = {}
         self._swaps: set[int] = set()
+        self._replays: dict[int, ReplayOrder] = {}
+        self._snapshots: dict[int, Snapshot] = {}
 
     def model_of(self, order_id: int) -> ModelId | None:
         """The model of a deploy or drop order that has not been settled; asking settles it."""
@@ -29,9 +46,22 @@ class OrderBook:
         self._swaps.discard(order_id)
         return known
 
-    def deploy(self, model: Model, incarnation: int) -> worker_pb2.Order:
-        """Build the model, or restore it from the checkpoint that holds its state."""
-        restore = model.restore_checkpoint_id
+    def replay_of(self, order_id: int, *, settle: bool) -> ReplayOrder | None:
+        """What a replay order was for; `settle` forgets it."""
+        return self._replays.pop(order_id, None) if settle else self._replays.get(order_id)
+
+    def snapshot_of(self, order_id: int) -> Snapshot | None:
+        """The snapshot that an order which has not been settled writes; asking settles it."""
+        return self._snapshots.pop(order_id, None)
+
+    def deploy(
+        self, model: Model, incarnation: int, point: RestorePoint | None = None, applied_sequence: int = 0
+    ) -> worker_pb2.Order:
+        """Build the model from its base, or restore it from a copy.
+
+        `applied_sequence`: where its sequence stands then, which is above the copy's number when no call in between
+        changed anything.
+        """
         order = self._order(incarnation)
         order.deploy.CopyFrom(
             worker_pb2.DeployOrder(
@@ -40,11 +70,16 @@ class OrderBook:
                 base=model_pb2.ModelBase.FromString(model.base),
                 role=model_pb2.ModelRole.ValueType(model.role),
                 settings=model_pb2.ModelSettings.FromString(model.settings),
-                checkpoint_id="" if restore in (None, RESTORE_BASE) else restore,
-                applied_sequence=model.applied_sequence,
-                weights_version=model.weights_version,
+                checkpoint_id=point.copy_id if point is not None and point.source is Source.CHECKPOINT else "",
+                applied_sequence=applied_sequence,
+                weights_version=model.weights_version if point is None else point.weights_version,
+                from_host_image=point is not None and point.source is Source.HOST_IMAGE,
+                host_image_sequence=point.sequence if point is not None and point.source is Source.HOST_IMAGE else 0,
             )
         )
+        if point is not None and point.source is Source.SNAPSHOT:
+            order.deploy.snapshot.snapshot_id = point.copy_id
+            order.deploy.snapshot.manifest_sha256 = point.manifest_sha256
         self._models[order.order_id] = model.model_id
         return order
 
@@ -77,6 +112,39 @@ class OrderBook:
             )
         )
         order.run_call.spec.CopyFrom(spec)
+        return order
+
+    def replay(
+        self, model: Model, replay: Replay, place: int, spec: types_pb2.CallSpec, incarnation: int
+    ) -> worker_pb2.Order:
+        """Execute a call again for its effect. The attempt is one that no earlier execution or recovery had."""
+        call, order = replay.call, self._order(incarnation)
+        order.run_call.CopyFrom(
+            worker_pb2.RunCallOrder(
+                call=registry_pb2.CallAttempt(call_id=call.call_id, attempt=call.attempt + model.recoveries),
+                job_id=call.job_id,
+                model_id=call.model_id,
+                sequence=call.sequence,
+                after_sequence=replay.after,
+                through_sequence=replay.through,
+                replay=True,
+            )
+        )
+        order.run_call.spec.CopyFrom(spec)
+        self._replays[order.order_id] = ReplayOrder(model.model_id, model.recoveries, place)
+        return order
+
+    def snapshot(self, snapshot: Snapshot, incarnation: int) -> worker_pb2.Order:
+        """Write a snapshot."""
+        order = self._order(incarnation)
+        order.snapshot.model_id, order.snapshot.snapshot_id = snapshot.model_id, snapshot.snapshot_id
+        self._snapshots[order.order_id] = snapshot
+        return order
+
+    def expire_snapshots(self, snapshot_ids: Sequence[str], incarnation: int) -> worker_pb2.Order:
+        """Delete snapshots."""
+        order = self._order(incarnation)
+        order.expire_snapshots.snapshot_ids.extend(snapshot_ids)
         return order
 
     def abort(self, call: Call) -> worker_pb2.Order:

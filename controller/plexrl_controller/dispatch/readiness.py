@@ -6,6 +6,7 @@ The rules of program order and of versions live here and nowhere else; the cycle
 from dataclasses import dataclass
 
 from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
+from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
@@ -28,6 +29,8 @@ class Blocked:
 def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ...]:
     """The model's calls that may be dispatched now, in order, at most READY_LIMIT."""
     job = ledger.jobs.get(model.job_id)
+    if model.state is ModelState.RECOVERING:
+        return ready_replays(ledger, model, READY_LIMIT)
     if model.state is not ModelState.PLACED or job is None or job.state is JobState.PAUSED:
         return ()
     index = ledger.calls_of_model[model.model_id]
@@ -80,7 +83,10 @@ def blocked(ledger: Ledger, call: Call) -> Blocked | None:
     if model is None:
         return None
     if model.state is not ModelState.PLACED:
-        return Blocked(CallReason.MODEL_NOT_READY, f"model {model.name} is {model.state.name}. {model.message}".strip())
+        text = f"model {model.name} is {model.state.name}. {model.message}".strip()
+        if done := progress(ledger, model):
+            text = f"{text}: {done}"
+        return Blocked(CallReason.MODEL_NOT_READY, text)
     index = ledger.calls_of_model[model.model_id]
     if not call.kind.sequenced:
         if call.weights_version == model.weights_version:

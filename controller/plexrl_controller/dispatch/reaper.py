@@ -5,6 +5,7 @@ from google.rpc import code_pb2
 from plexrl_controller.dispatch.cascade import error_of
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch, live_jobs
+from plexrl_controller.dispatch.snapshots import order_due
 from plexrl_controller.dispatch.workers import lease_end, replace_models_of_lost_workers
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, WorkerState
@@ -39,6 +40,7 @@ async def reap(core: Core) -> None:
         _expire(batch, core.ledger.calls[call.call_id])
     await core.commit(batch)
     await replace_models_of_lost_workers(core)
+    await order_due(core)
     _forget(core)
     await core.uploads.reap(core.ledger, core.clock.now())
 

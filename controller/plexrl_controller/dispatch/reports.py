@@ -9,11 +9,15 @@ from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from plexrl_controller.dispatch.cascade import fail, lose_attempt, lose_model_state, requeue
+from plexrl_controller.dispatch.cascade import fail, give_up_state, lose_attempt, lose_model_state, requeue
 from plexrl_controller.dispatch.core import Core, log
-from plexrl_controller.dispatch.ledger import RESTORE_BASE, Batch
+from plexrl_controller.dispatch.ledger import Batch, HostImage
+from plexrl_controller.dispatch.recovery import not_restored, replay_ended, restored
+from plexrl_controller.dispatch.replay_log import REPLAYED
+from plexrl_controller.dispatch.restore import cover, shorten_log
+from plexrl_controller.dispatch.snapshots import snapshot_ended
 from plexrl_controller.domain.errors import StaleTransition
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, WorkerId
+from plexrl_controller.domain.ids import CallId, JobId, ModelId, WorkerId
 from plexrl_controller.domain.records import Call, Checkpoint, Interval, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, IntervalKind, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -27,7 +31,8 @@ _TRY_AGAIN = frozenset({"ENGINE_DIED", "ENGINE_HUNG", "OVER_BUDGET", "HOST_STATE
 _NOT_BEGUN = frozenset(
     {"NOT_RESIDENT", "SHUTTING_DOWN", "STALE_TERM", "STALE_INCARNATION", "STALE_ATTEMPT", "CANCELLED"}
 )
-_CHANGES_TRAINING_STATE = frozenset({CallKind.FORWARD_BACKWARD, CallKind.OPTIM_STEP, CallKind.SYNC_WEIGHTS})
+# What a call hears of a state that is being rebuilt: it waits, and runs when that is done.
+_STATE_IS_GONE = frozenset({"STATE_LOST", "HOST_STATE_CORRUPT", "SEQUENCE_MISMATCH", "NOT_DEPLOYED", "VERSION_GONE"})
 _ROUND_TRIP_WEIGHT = 0.3
 
 
@@ -64,11 +69,17 @@ class ReportRecorder:
 
     async def _keep_large_result(self, report: worker_pb2.Report) -> Payload | None:
         call = self._core.ledger.calls.get(CallId(report.call.call_id))
+        replay = self._core.orders.replay_of(report.order_id, settle=False)
+        if replay is not None and _has_result(report) and (call is None or call.state is CallState.SUCCEEDED):
+            # Compared with the recorded result, and kept nowhere.
+            return inline.inline_payload(report.finished.result.SerializeToString())
         if call is None or not _has_result(report):
             return None
         return await self._core.keep(report.finished.result.SerializeToString(), call.tenant)
 
     def _event(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report, result: Payload | None) -> None:
+        if self._replayed(batch, report, result):
+            return
         if not report.HasField("call"):
             if report.WhichOneof("event") == "finished":
                 self._order_finished(batch, worker_id, report)
@@ -83,19 +94,26 @@ class ReportRecorder:
                 self._core.ledger.progress[call.call_id] = (report.progress.done, report.progress.total)
                 self._core.hub.publish(call)
             case "finished" if call.state in call_lifecycle.ON_WORKER:
-                self._call_finished(batch, call, report.finished, result)
+                self._call_finished(batch, call, report, result)
             case _:
                 pass
 
-    def _call_finished(
-        self, batch: Batch, call: Call, finished: worker_pb2.OrderFinished, result: Payload | None
-    ) -> None:
+    def _replayed(self, batch: Batch, report: worker_pb2.Report, result: Payload | None) -> bool:
+        """Whether the report is of a call that is executed again: that is told to nobody who watches the call."""
+        ended = report.WhichOneof("event") == "finished"
+        replay = self._core.orders.replay_of(report.order_id, settle=ended)
+        if replay is not None and ended:
+            replay_ended(self._core, batch, replay, report.finished, result)
+        return replay is not None
+
+    def _call_finished(self, batch: Batch, call: Call, report: worker_pb2.Report, result: Payload | None) -> None:
+        finished = report.finished
         facts = self._core.ledger.facts.get(call.job_id)
         if facts is not None:
             facts.last_finish = batch.now
         error = wire.error_info(finished.error)
         if error is None and result is not None:
-            self._succeeded(batch, call, finished.result, result)
+            self._succeeded(batch, call, report, result)
             return
         if error is None:
             error = wire.ErrorInfo(code_pb2.INTERNAL, "ENGINE_ERROR", "the worker reported neither result nor error")
@@ -111,7 +129,9 @@ class ReportRecorder:
                 f"sequence {model.failed_sequence} ended other than SUCCEEDED; ResumeSequence lets later calls run"
             )
             fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
-        elif self._never_began(call, model, error.reason):
+        elif (model.state is ModelState.RECOVERING and error.reason in _STATE_IS_GONE) or self._never_began(
+            call, model, error.reason
+        ):
             requeue(batch, call)
         elif error.reason in (*_TRY_AGAIN, *_NOT_BEGUN, "SEQUENCE_MISMATCH"):
             lose_attempt(batch, call, f"{error.reason}: {error.message}")
@@ -124,6 +144,8 @@ class ReportRecorder:
         group = self._core.ledger.groups[call.worker_id] if call.worker_id is not None else None
         if group is None:
             return False
+        if model.state is ModelState.RECOVERING and reason in _STATE_IS_GONE:
+            return True
         match reason:
             case "NOT_RESIDENT":
                 # Its engine died while idle, say. After a failed swap the same would go on for ever: that counts.
@@ -137,8 +159,8 @@ class ReportRecorder:
             case _:
                 return reason in _NOT_BEGUN
 
-    def _succeeded(self, batch: Batch, call: Call, result: types_pb2.CallResult, payload: Payload) -> None:
-        ledger = self._core.ledger
+    def _succeeded(self, batch: Batch, call: Call, report: worker_pb2.Report, payload: Payload) -> None:
+        ledger, result = self._core.ledger, report.finished.result
         model, facts = ledger.models[call.model_id], ledger.facts.get(call.job_id)
         if facts is not None:
             facts.calls_succeeded += 1
@@ -149,11 +171,22 @@ class ReportRecorder:
             call,
             CallEvent.SUCCEED,
             result=payload,
+            outcome_sha256=payload.sha256 if call.kind in REPLAYED else "",
             reason=CallReason.NONE,
             error=None,
             start_time=call.start_time if call.start_time is not None else batch.now,
             end_time=batch.now,
         )
+        if call.kind in REPLAYED:
+            busy = [i for i in report.intervals if i.kind == types_pb2.INTERVAL_KIND_BUSY and i.call_id == call.call_id]
+            seconds = sum(interval.end_unix_ns - interval.start_unix_ns for interval in busy) / 1e9
+            ledger.log(call.model_id).measured(call.sequence, seconds)
+        model = ledger.models[call.model_id]
+        if call.kind is CallKind.LOAD_CHECKPOINT:
+            # The state is what was loaded: nothing before it will ever be executed again.
+            shorten_log(batch, model, call.sequence)
+        elif call.kind is CallKind.SAVE_CHECKPOINT:
+            cover(batch, model, self._core.recovery_policy.log_bytes)
 
     def _advance(self, batch: Batch, model: Model, call: Call, result: types_pb2.CallResult) -> None:
         """Moves the model's place in its sequence, and what is known of its state.
@@ -167,9 +200,7 @@ class ReportRecorder:
             elif call.kind is CallKind.OPTIM_STEP:
                 batch.update(model, step=max(model.step, result.optim_step.step))
             return
-        step, version, restore = model.step, model.weights_version, model.restore_checkpoint_id
-        if call.kind in _CHANGES_TRAINING_STATE:
-            restore = None
+        step, version = model.step, model.weights_version
         match call.kind:
             case CallKind.OPTIM_STEP:
                 step = result.optim_step.step
@@ -177,9 +208,8 @@ class ReportRecorder:
                 version = call.sequence
             case CallKind.LOAD_CHECKPOINT:
                 version, step = call.sequence, result.load_checkpoint.step
-                restore = None
             case CallKind.SAVE_CHECKPOINT:
-                restore = self._committed(batch, model, call, result.save_checkpoint.checkpoint)
+                self._committed(batch, model, call, result.save_checkpoint.checkpoint)
             case _:
                 pass
         batch.update(
@@ -188,10 +218,9 @@ class ReportRecorder:
             due_sequence=max(model.due_sequence, call.sequence + 1),
             weights_version=version,
             step=step,
-            restore_checkpoint_id=restore,
         )
 
-    def _committed(self, batch: Batch, model: Model, call: Call, saved: types_pb2.Checkpoint) -> CheckpointId | None:
+    def _committed(self, batch: Batch, model: Model, call: Call, saved: types_pb2.Checkpoint) -> None:
         if call.checkpoint_id is None:
             raise AssertionError(f"save_checkpoint call {call.call_id} has no checkpoint id")
         batch.insert(
@@ -209,11 +238,13 @@ class ReportRecorder:
                 create_time=batch.now,
             )
         )
-        return call.checkpoint_id
 
     def _order_finished(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report) -> None:
-        """Settles deploy and drop orders; a failed swap shows in the calls that follow it."""
+        """Settles deploy, drop and snapshot orders; a failed swap shows in the calls that follow it."""
         ledger = self._core.ledger
+        if (snapshot := self._core.orders.snapshot_of(report.order_id)) is not None:
+            snapshot_ended(self._core, batch, snapshot, report.finished)
+            return
         model_id = self._core.orders.model_of(report.order_id)
         error = wire.error_info(report.finished.error)
         if self._core.orders.was_swap(report.order_id):
@@ -231,7 +262,9 @@ class ReportRecorder:
     def _deployed(
         self, batch: Batch, model: Model, finished: worker_pb2.OrderFinished, error: wire.ErrorInfo | None
     ) -> None:
-        if error is None:
+        if error is None and model.state is ModelState.RECOVERING:
+            restored(self._core, batch, model, finished.deployed)
+        elif error is None:
             built = finished.deployed
             batch.transition(
                 model,
@@ -241,11 +274,12 @@ class ReportRecorder:
                 has_tokenizer=built.has_tokenizer,
                 message="",
             )
+        elif model.state is ModelState.RECOVERING and not_restored(self._core, batch, model, error):
+            pass
         elif error.reason in _TRY_AGAIN | _NOT_BEGUN and error.reason != "OVER_BUDGET":
             log.warning("deploy_retried", model=model.model_id, reason=error.reason, detail=error.message)
-        elif model.state is ModelState.RECOVERING and model.restore_checkpoint_id not in (None, RESTORE_BASE):
-            batch.update(model, restore_checkpoint_id=None)
-            lose_model_state(batch, self._core.ledger.models[model.model_id], f"{error.reason}: {error.message}")
+        elif model.state is ModelState.RECOVERING and model.applied_sequence:
+            give_up_state(batch, model, f"its worker cannot rebuild it: {error.reason}: {error.message}")
         else:
             batch.transition(model, ModelEvent.BUILD_FAILED, message=error.message)
 
@@ -255,8 +289,7 @@ class ReportRecorder:
         if model is None or model.worker_id != worker_id:
             return
         note_residency(self._core, worker_id, status)
-        if status.state_lost and model.state is ModelState.PLACED:
-            lose_model_state(batch, model, "its engine died while the only copy was on the device")
+        note_lost_state(self._core, batch, worker_id, status)
 
     def _interval(self, batch: Batch, worker_id: WorkerId, interval: types_pb2.DeviceInterval) -> None:
         job_id = JobId(interval.job_id)
@@ -282,6 +315,26 @@ class ReportRecorder:
             sample = 2 * (interval.end_unix_ns - interval.start_unix_ns) / 1e9
             before = self._core.ledger.round_trip_s.get(job_id, sample)
             self._core.ledger.round_trip_s[job_id] = before + _ROUND_TRIP_WEIGHT * (sample - before)
+
+
+def note_lost_state(core: Core, batch: Batch, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
+    """Begins the recovery of a model whose worker lost the newest state; its host tier may still have an older one."""
+    model = core.ledger.models.get(ModelId(status.model_id))
+    if model is None or not status.state_lost or model.worker_id != worker_id:
+        return
+    recovery = core.ledger.recoveries.get(model.model_id)
+    replaying = model.state is ModelState.RECOVERING and recovery is not None and recovery.replays is not None
+    if model.state is not ModelState.PLACED and not replaying:
+        return
+    core.ledger.host_images.pop(model.model_id, None)
+    if status.host_image:
+        incarnation = core.ledger.workers[worker_id].incarnation
+        image = HostImage(worker_id, incarnation, status.host_image_sequence, status.host_image_weights_version)
+        core.ledger.host_images[model.model_id] = image
+    if replaying:
+        # What killed the engine may do so each time: the replay's own report counts that, and begins anew.
+        return
+    lose_model_state(batch, model, "its worker lost the newest copy: the engine died, or a parked one was damaged")
 
 
 def _has_result(report: worker_pb2.Report) -> bool:

@@ -12,6 +12,7 @@ from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import end, settle
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.dispatch.replay_log import REPLAYED, is_logged
 from plexrl_controller.domain.errors import (
     AlreadyExists,
     ControllerError,
@@ -163,9 +164,12 @@ def acknowledge(core: Core, job: Job, call_ids: Iterable[str]) -> list[Payload]:
         call = core.ledger.calls.get(CallId(call_id))
         if call is None or call.job_id != job.job_id or call.state not in call_lifecycle.TERMINAL:
             continue
-        batch.update(call, acknowledged=True, spec=None, result=None)
+        # The arguments of what may have to be executed again stay until a snapshot covers it.
+        kept = call.spec if is_logged(call) else None
+        batch.update(call, acknowledged=True, spec=kept, result=None)
         core.ledger.forget_call(call)
-        freed += [payload for payload in (call.spec, call.result) if payload is not None and payload.inline is None]
+        gone = (call.spec if kept is None else None, call.result)
+        freed += [payload for payload in gone if payload is not None and payload.inline is None]
     core.queue(batch)
     return freed
 
@@ -205,6 +209,16 @@ def _check_accepting(core: Core, job: Job, model: Model, submission: Submission)
         CallKind.OPTIM_STEP,
     ):
         raise InvalidArgument(f"model {model.name} is a reference: it is never trained; create it with role policy")
+    log = core.ledger.log(model.model_id)
+    if submission.kind in REPLAYED and log.kept_bytes >= core.recovery_policy.max_log_bytes:
+        state = core.ledger.snapshotting.get(model.model_id)
+        raise ResourceExhausted(
+            f"{log.kept_bytes} bytes of arguments are kept for model {model.name} because no snapshot could be written "
+            f"({state.failure if state is not None and state.failure else 'one is being written'}); the limit is "
+            f"{core.recovery_policy.max_log_bytes}: retry when there is room for one",
+            reason="REPLAY_LOG_FULL",
+            retry_after_s=5.0,
+        )
     outstanding = len(core.ledger.calls_of_job.get(job.job_id, ()))
     if outstanding >= limits.MAX_OUTSTANDING_CALLS:
         raise ResourceExhausted(

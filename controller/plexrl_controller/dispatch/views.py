@@ -5,6 +5,7 @@ from dataclasses import replace
 from plexrl.v1 import registry_pb2
 from plexrl_controller.dispatch.ledger import JobFacts, Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
+from plexrl_controller.dispatch.replays import replays_in_flight
 from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
 from plexrl_controller.domain.records import Worker
 from plexrl_controller.domain.states import WorkerState
@@ -33,6 +34,8 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:
         model = ledger.models[model_id]
+        if replays := replays_in_flight(ledger, model):
+            in_flight[model.job_id] = in_flight.get(model.job_id, 0) + replays
         models.setdefault(model.job_id, []).append(
             ModelView(
                 model_id=model_id,
@@ -59,7 +62,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
     return GroupView(
         worker_id=worker_id,
-        available=group.connected and worker.state in SERVING_STATES,
+        available=group.connected and worker.state in SERVING_STATES and not group.stopping,
         device_state_bytes=capabilities.device_state_bytes,
         jobs=tuple(jobs),
         serving=group.serving,
@@ -76,6 +79,7 @@ def cluster_view(ledger: Ledger) -> ClusterView:
 
 def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
+    group = ledger.groups[worker.worker_id]
     members: dict[JobId, MemberView] = {}
     for model_id in ledger.models_of_worker[worker.worker_id]:
         model = ledger.models[model_id]
@@ -93,7 +97,8 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
+            max_lora_rank=capabilities.max_lora_rank,
         ),
-        ready=worker.state is WorkerState.READY and ledger.groups[worker.worker_id].connected,
+        ready=worker.state is WorkerState.READY and group.connected and not group.stopping,
         members=tuple(members.values()),
     )

@@ -8,10 +8,13 @@ from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.models import choose_worker
-from plexrl_controller.dispatch.reports import note_residency
+from plexrl_controller.dispatch.replay_log import Source
+from plexrl_controller.dispatch.reports import note_lost_state, note_residency
+from plexrl_controller.dispatch.restore import restore_points
+from plexrl_controller.dispatch.snapshots import order_due
 from plexrl_controller.domain.errors import ControllerError, FailedPrecondition
 from plexrl_controller.domain.ids import ModelId, WorkerId
-from plexrl_controller.domain.records import Worker
+from plexrl_controller.domain.records import Model, Worker
 from plexrl_controller.domain.states import CallState, ModelState, WorkerState
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.lifecycle.workers import WorkerEvent
@@ -59,6 +62,7 @@ async def register(core: Core, announcement: Announcement) -> Worker:
     else:
         core.transport.close(known.worker_id)
         core.ledger.groups[known.worker_id].connected = False
+        core.ledger.groups[known.worker_id].stopping = False
         worker = batch.transition(known, WorkerEvent.REGISTER, incarnation=known.incarnation + 1, **fields)
     core.ledger.groups[worker.worker_id].last_sync = batch.now
     await core.commit(batch)
@@ -79,6 +83,10 @@ async def synchronize(core: Core, request: registry_pb2.SynchronizeRequest) -> W
     group = core.ledger.groups[worker.worker_id]
     group.last_sync = core.clock.now()
     group.resident_bytes = request.resident_bytes
+    if request.stopping and not group.stopping:
+        _log.info("worker_stopping", worker=worker.worker_id, name=worker.name)
+        group.stopping = True
+        await order_due(core)
     held = {ModelId(status.model_id) for status in request.deployments}
     gone = [
         model
@@ -105,10 +113,15 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     await core.commit(batch)
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
+    lost = core.batch()
     for deployment in status.deployments:
         note_residency(core, worker_id, deployment)
+        note_lost_state(core, lost, worker_id, deployment)
+    await core.commit(lost)
     for model_id in ledger.models_of_worker[worker_id]:
-        ledger.deploying.pop(model_id, None)
+        # What was under way is ordered again: the worker says how far it came.
+        for volatile in (ledger.deploying, ledger.recoveries, ledger.snapshotting):
+            volatile.pop(model_id, None)
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
@@ -140,7 +153,7 @@ async def replace_models_of_lost_workers(core: Core) -> None:
         model
         for model in ledger.models.values()
         if model.state in (ModelState.CREATING, ModelState.RECOVERING)
-        and (model.worker_id is None or ledger.workers[model.worker_id].state is WorkerState.LOST)
+        and (model.worker_id is None or _must_move(core, model, ledger.workers[model.worker_id]))
     ]
     for model in homeless:
         try:
@@ -148,15 +161,39 @@ async def replace_models_of_lost_workers(core: Core) -> None:
                 core,
                 model_pb2.ModelBase.FromString(model.base),
                 types_pb2.Affinity.FromString(model.affinity),
+                model_pb2.ModelSettings.FromString(model.settings),
                 model.state_bytes,
+                lambda worker, model=model: _can_rebuild(core, model, worker),  # type: ignore[misc]
             )
         except ControllerError as error:
             _log.info("model_waits_for_worker", model=model.model_id, reason=error.reason, detail=error.message)
             continue
         batch = core.batch()
+        for volatile in (ledger.deploying, ledger.recoveries, ledger.misfits):
+            volatile.pop(model.model_id, None)
         batch.update(model, worker_id=worker_id, worker_incarnation=ledger.workers[worker_id].incarnation)
         await core.commit(batch)
         core.wake(worker_id)
+
+
+def _must_move(core: Core, model: Model, worker: Worker) -> bool:
+    """Whether the model's worker will not rebuild it: it is lost, or has said that it cannot."""
+    misfit = core.ledger.misfits.get(model.model_id) == (worker.worker_id, worker.incarnation)
+    return worker.state is WorkerState.LOST or misfit
+
+
+def _can_rebuild(core: Core, model: Model, worker: Worker) -> bool:
+    """Whether a worker can go on with a model's state bit for bit: alike, and with the same directory of copies."""
+    if model.worker_id is None or model.state is not ModelState.RECOVERING:
+        return True
+    points = restore_points(core.ledger, model, on_disk=True)
+    if not points or core.ledger.misfits.get(model.model_id) == (worker.worker_id, worker.incarnation):
+        return not points
+    then = registry_pb2.WorkerCapabilities.FromString(core.ledger.workers[model.worker_id].capabilities)
+    here = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
+    alike = (then.machine_type, then.threads) == (here.machine_type, here.threads)
+    shares = then.checkpoint_store_id == here.checkpoint_store_id
+    return alike and (shares or points[0].source is Source.BASE)
 
 
 def lease_end(core: Core, worker: Worker) -> float:

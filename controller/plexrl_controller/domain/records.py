@@ -7,7 +7,17 @@ from another revision than the stored one.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant, TokenId, WorkerId
+from plexrl_controller.domain.ids import (
+    CallId,
+    CheckpointId,
+    JobId,
+    ModelId,
+    RequestId,
+    SnapshotId,
+    Tenant,
+    TokenId,
+    WorkerId,
+)
 from plexrl_controller.domain.states import (
     CallKind,
     CallReason,
@@ -76,8 +86,10 @@ class Model:
     """Number whose call ended other than SUCCEEDED and blocks the sequence; 0 when it is free."""
     step: int = 0
     """Optimizer steps in the training state."""
-    restore_checkpoint_id: CheckpointId | None = None
-    """Checkpoint that holds exactly the present state; None when none does (the base does at applied_sequence 0)."""
+    log_start: int = 0
+    """Every succeeded call above this number that changed the state can be executed again: its arguments are kept."""
+    recoveries: int = 0
+    """How often the state was rebuilt: the fence of replays, which belong to one recovery."""
     parameter_count: int = 0
     state_bytes: int = 0
     has_tokenizer: bool = False
@@ -117,6 +129,8 @@ class Call:
     start_time: float | None = None
     end_time: float | None = None
     acknowledged: bool = False
+    outcome_sha256: str = ""
+    """Hash of the result of a call that can be replayed: what a replay is compared with."""
     revision: int = 1
 
 
@@ -151,6 +165,26 @@ class Checkpoint:
     size_bytes: int
     manifest_sha256: str
     create_time: float
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A place for an automatic copy of a model's full state. A model has a few and uses them in turn."""
+
+    snapshot_id: SnapshotId
+    model_id: ModelId
+    job_id: JobId
+    tenant: Tenant
+    slot: int
+    committed: bool = False
+    """False while it is being written, and when it was found damaged: the fields below mean nothing then."""
+    sequence: int = 0
+    step: int = 0
+    weights_version: int = 0
+    size_bytes: int = 0
+    manifest_sha256: str = ""
+    create_time: float = 0.0
     revision: int = 1
 
 
@@ -209,4 +243,4 @@ class Request:
     create_time: float
 
 
-Record = Job | Model | Call | Worker | Checkpoint | Token
+Record = Job | Model | Call | Worker | Checkpoint | Snapshot | Token

@@ -158,6 +158,7 @@ class Supervisor:
             "--checkpoint-dir": str(self._folder.checkpoints),
             "--catalogue-file": None if settings.catalogue_file is None else str(settings.catalogue_file),
             "--engine": settings.engine,
+            "--stop-grace-s": f"{STOP_TIMEOUT_S - 2:g}",
         }
         argv = [sys.executable, "-m", "plexrl_worker"]
         argv += [word for flag, value in given.items() if value is not None for word in (flag, value)]

@@ -35,7 +35,7 @@ MACHINE: Machine[Model, S, ModelEvent] = Machine(
             [S.CREATING, S.PLACED, S.RECOVERING, S.STATE_LOST],
             S.RECOVERING,
             Effect.WAKE_GROUP,
-            note="the state stands exactly at a checkpoint or at the base: it is rebuilt without loss",
+            note="its state went with a worker or engine: a copy is restored and the calls since are executed again",
         ),
         row(
             ModelEvent.LOSE_STATE,
@@ -43,7 +43,7 @@ MACHINE: Machine[Model, S, ModelEvent] = Machine(
             S.STATE_LOST,
             Effect.DELIVER,
             Effect.CANCEL_CALLS,
-            note="later than every checkpoint: load_checkpoint brings an earlier state back",
+            note="no copy is left from which it can be rebuilt: load_checkpoint brings an earlier state back",
         ),
         row(ModelEvent.RELOAD, [S.STATE_LOST], S.RECOVERING, Effect.WAKE_GROUP, note="load_checkpoint was submitted"),
         row(

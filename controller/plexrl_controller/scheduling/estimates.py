@@ -168,7 +168,7 @@ class Estimates:
             return None
         # Of a sum of independent visits the variation is that of one, divided by their number.
         variation = visits * max(job.busy.variation or 0.0, job.iteration.variation or 0.0)
-        return Demand(iteration_s, busy_s, visits, min(1.0, variation), 0.0, self.round_trip_s(job_id) or 0.0)
+        return Demand(iteration_s, busy_s, visits, min(1.0, variation), round_trip_s=self.round_trip_s(job_id) or 0.0)
 
     def _median(self, sketch: Sketch | None) -> float | None:
         return sketch.quantile(0.5) if sketch is not None and sketch.observations >= self.MIN_OBSERVATIONS else None

@@ -135,10 +135,10 @@ class Demand:
     """Squared coefficient of variation of one visit's work and stall: 1 for exponential, 0 for clockwork."""
     slack_s: float = 0.0
     """Waiting per iteration that delays nothing, because the job's other side is still at work (asynchronous jobs)."""
-    slack_variation: float = 0.0
-    """Squared coefficient of variation of the slack."""
     round_trip_s: float = 0.0
     """What giving the group away and coming back costs, when the device cannot hold it beside the others."""
+    slack_variation: float = 0.0
+    """Squared coefficient of variation of the slack."""
 
     @property
     def busy_share(self) -> float:
@@ -153,6 +153,7 @@ class Requirements:
     architecture: str | None = None
     """Hugging Face architecture name, where the base tells it."""
     catalogue: str | None = None
+    lora_rank: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     colocate: frozenset[ModelId] = frozenset()
     avoid: frozenset[ModelId] = frozenset()
@@ -190,6 +191,7 @@ class Hardware:
     labels: Mapping[str, str] = field(default_factory=dict)
     architectures: frozenset[str] = frozenset()
     catalogue: frozenset[str] = frozenset()
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from plexrl_controller.domain.errors import ControllerError
-from plexrl_controller.domain.records import Call, Checkpoint, Job, Model, Record, Token, Worker
+from plexrl_controller.domain.records import Call, Checkpoint, Job, Model, Record, Snapshot, Token, Worker
 from plexrl_controller.store.port import Changes
 
 FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
@@ -28,6 +28,7 @@ FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
     ),
     Worker: frozenset({"worker_id"}),
     Checkpoint: frozenset(field.name for field in fields(Checkpoint)) - {"label", "revision"},
+    Snapshot: frozenset({"snapshot_id", "model_id", "job_id", "tenant", "slot"}),
     Token: frozenset({"token_id", "token_sha256", "role", "tenant"}),
 }
 """Fields that an update never writes. A call's `spec` may only be dropped."""
@@ -64,6 +65,8 @@ def record_id(record: Record) -> str:
             return record.worker_id
         case Checkpoint():
             return record.checkpoint_id
+        case Snapshot():
+            return record.snapshot_id
         case Token():
             return record.token_id
 

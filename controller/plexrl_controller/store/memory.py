@@ -16,6 +16,7 @@ from plexrl_controller.domain.records import (
     Model,
     Record,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -26,6 +27,8 @@ from plexrl_controller.store.paging import Position, newest_first
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
 
 _INTERVAL_BATCH = 1000
+
+_RECORDS = (Job, Model, Call, Worker, Checkpoint, Snapshot, Token)
 
 UniqueKey = tuple[str, ...]
 """What is unique, and its parts."""
@@ -49,7 +52,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._term = 0
         self._last_commit = ""
-        self._tables: dict[type[Any], dict[str, Any]] = {t: {} for t in (Job, Model, Call, Worker, Checkpoint, Token)}
+        self._tables: dict[type[Any], dict[str, Any]] = {t: {} for t in _RECORDS}
         self._taken: set[UniqueKey] = set()
         self._requests: dict[tuple[str, RequestId], Request] = {}
         self._events: list[Event] = []
@@ -79,8 +82,19 @@ class MemoryStore:
                 for call in _oldest_first(self._calls.values())
                 if call.job_id in live_jobs and call.acknowledged and not _call_live(call)
             ),
+            logged_calls=_oldest_first(
+                call
+                for call in self._calls.values()
+                if call.job_id in live_jobs and call.acknowledged and not _call_live(call) and call.spec is not None
+            ),
             workers=tuple(sorted(self._tables[Worker].values(), key=record_id)),
             checkpoints=_oldest_first(c for c in self._checkpoints.values() if c.model_id in live_models),
+            snapshots=tuple(
+                sorted(
+                    (s for s in self._tables[Snapshot].values() if s.model_id in live_models),
+                    key=lambda s: (s.model_id, s.slot),
+                )
+            ),
             tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
             requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
             accounts=tuple(account for job_id, account in sorted(self._accounts().items()) if job_id in live_jobs),
@@ -162,7 +176,11 @@ class MemoryStore:
             self._folded[job_id] = self._folded.get(job_id, Account(job_id)) + account
         self._events = [event for event in self._events if event.at >= before]
         self._drop(Call, (c for c in self._calls.values() if c.job_id in ended and not _call_live(c)))
+        models_gone = {m.model_id for m in self._models.values() if m.job_id in ended and not _model_live(m)}
+        snapshots = self._tables[Snapshot]
+        self._drop(Snapshot, (s for s in snapshots.values() if s.model_id in models_gone and not s.committed))
         needed = {c.model_id for c in self._calls.values()} | {c.model_id for c in self._checkpoints.values()}
+        needed |= {snapshot.model_id for snapshot in snapshots.values()}
         gone = (m for m in self._models.values() if m.job_id in ended and not _model_live(m))
         self._drop(Model, (model for model in gone if model.model_id not in needed))
         parents = {m.job_id for m in self._models.values()} | {c.job_id for c in self._calls.values()}
@@ -292,6 +310,8 @@ def _unique_keys(record: Record) -> Iterable[UniqueKey]:
             yield "request id", record.job_id, record.request_id
             if record.kind.sequenced:
                 yield "sequence number", record.model_id, str(record.sequence)
+        case Snapshot():
+            yield "snapshot slot", record.model_id, str(record.slot)
         case Token():
             yield "token hash", record.token_sha256
 
@@ -300,5 +320,5 @@ def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
     match record:
         case Model():
             yield Job, record.job_id
-        case Call() | Checkpoint():
+        case Call() | Checkpoint() | Snapshot():
             yield Model, record.model_id

@@ -19,6 +19,7 @@ from plexrl_controller.domain.records import (
     Model,
     Record,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -65,8 +66,12 @@ class LiveState:
     """Calls that are not terminal, or not acknowledged and of a live job."""
     tombstones: Sequence[Tombstone] = ()
     """Acknowledged calls of live jobs."""
+    logged_calls: Sequence[Call] = ()
+    """Acknowledged calls of live jobs whose arguments are kept, because no snapshot covers them yet."""
     workers: Sequence[Worker] = ()
     checkpoints: Sequence[Checkpoint] = ()
+    snapshots: Sequence[Snapshot] = ()
+    """Of models that are not terminal."""
     tokens: Sequence[Token] = ()
     requests: Sequence[Request] = ()
     accounts: Sequence["Account"] = ()

@@ -20,6 +20,7 @@ from plexrl_controller.store.tables import (
     jobs,
     models,
     requests,
+    snapshots,
     tokens,
     workers,
 )
@@ -50,6 +51,16 @@ TOMBSTONES = _CALLS_OF_LIVE_JOBS.with_only_columns(
     calls.c.job_id, calls.c.request_id, calls.c.request_hash, calls.c.call_id
 ).where(not_(_LIVE), calls.c.acknowledged)
 
+LOGGED_CALLS = _CALLS_OF_LIVE_JOBS.with_only_columns(*rows.CALL.columns).where(
+    not_(_LIVE), calls.c.acknowledged, calls.c.spec_sha256.is_not(None)
+)
+
+SNAPSHOTS_OF_LIVE_MODELS = (
+    select(*rows.SNAPSHOT.columns)
+    .join(models, models.c.model_id == snapshots.c.model_id)
+    .where(models.c.live)
+    .order_by(snapshots.c.model_id, snapshots.c.slot)
+)
 CHECKPOINTS_OF_LIVE_MODELS = (
     select(*rows.CHECKPOINT.columns)
     .join(models, models.c.model_id == checkpoints.c.model_id)

@@ -2,7 +2,7 @@
 
 History is the events and intervals of anything, and the calls, models, jobs and request keys of jobs that ended. A
 job's seconds outlive its intervals: they are folded into its account in the same statement. Whatever a checkpoint
-belongs to stays, and of a live job nothing goes that a resend could ask for.
+or snapshot belongs to stays, and of a live job nothing goes that a resend could ask for.
 """
 
 from sqlalchemy import text
@@ -50,12 +50,24 @@ WITH gone AS (
 )
 SELECT count(*) FROM gone"""
 
+SNAPSHOTS = """
+WITH gone AS (
+    DELETE FROM snapshots WHERE snapshot_id IN (
+        SELECT snapshots.snapshot_id FROM jobs
+        JOIN models ON models.job_id = jobs.job_id JOIN snapshots ON snapshots.model_id = models.model_id
+        WHERE NOT jobs.live AND jobs.end_time < :before AND NOT models.live AND NOT snapshots.committed LIMIT :rows
+    )
+    RETURNING 1
+)
+SELECT count(*) FROM gone"""
+
 MODELS = """
 WITH gone AS (
     DELETE FROM models WHERE model_id IN (
         SELECT models.model_id FROM jobs JOIN models ON models.job_id = jobs.job_id
         WHERE NOT jobs.live AND jobs.end_time < :before AND NOT models.live
           AND NOT EXISTS (SELECT FROM checkpoints WHERE checkpoints.model_id = models.model_id)
+          AND NOT EXISTS (SELECT FROM snapshots WHERE snapshots.model_id = models.model_id)
           AND NOT EXISTS (SELECT FROM calls WHERE calls.model_id = models.model_id)
         LIMIT :rows
     )
@@ -98,5 +110,5 @@ WITH gone AS (
 )
 SELECT count(*) FROM gone"""
 
-STEPS = tuple(text(step) for step in (EVENTS, INTERVALS, CALLS, MODELS, ACCOUNTS, JOBS, REQUESTS))
+STEPS = tuple(text(step) for step in (EVENTS, INTERVALS, CALLS, SNAPSHOTS, MODELS, ACCOUNTS, JOBS, REQUESTS))
 """In an order in which nothing that is left refers to something that went."""

@@ -24,6 +24,7 @@ from plexrl_controller.domain.records import (
     Model,
     Payload,
     Request,
+    Snapshot,
     Token,
     Worker,
 )
@@ -146,10 +147,11 @@ MODEL = _codec(Model, tables.models)
 CALL = _codec(Call, tables.calls)
 WORKER = _codec(Worker, tables.workers)
 CHECKPOINT = _codec(Checkpoint, tables.checkpoints)
+SNAPSHOT = _codec(Snapshot, tables.snapshots)
 TOKEN = _codec(Token, tables.tokens)
 INTERVAL = _codec(Interval, tables.intervals)
 EVENT = _codec(Event, tables.events)
 REQUEST = _codec(Request, tables.requests)
 
-RECORDS: tuple[RowCodec[Any], ...] = (JOB, MODEL, CALL, WORKER, CHECKPOINT, TOKEN)
+RECORDS: tuple[RowCodec[Any], ...] = (JOB, MODEL, CALL, WORKER, CHECKPOINT, SNAPSHOT, TOKEN)
 """In the order in which new rows may refer to each other."""

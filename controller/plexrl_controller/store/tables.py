@@ -168,7 +168,8 @@ models = Table(
     _bigint("last_sequence"),
     _bigint("failed_sequence"),
     _bigint("step"),
-    Column("restore_checkpoint_id", Text),
+    _bigint("log_start"),
+    _bigint("recoveries"),
     _bigint("parameter_count"),
     _bigint("state_bytes"),
     Column("has_tokenizer", Boolean, nullable=False),
@@ -209,6 +210,7 @@ calls = Table(
     Column("start_time", Double),
     Column("end_time", Double),
     Column("acknowledged", Boolean, nullable=False),
+    _text("outcome_sha256"),
     *_revision(),
     UniqueConstraint("job_id", "request_id"),
     Index(
@@ -259,6 +261,26 @@ checkpoints = Table(
     *_revision(),
     Index("checkpoints_model_newest", "model_id", "create_time", "checkpoint_id"),
     comment="Committed copies of full training states.",
+)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("snapshot_id", Text, primary_key=True),
+    Column("model_id", Text, ForeignKey("models.model_id"), nullable=False),
+    _text("job_id"),
+    _text("tenant"),
+    Column("slot", Integer, nullable=False),
+    Column("committed", Boolean, nullable=False),
+    _bigint("sequence"),
+    _bigint("step"),
+    _bigint("weights_version"),
+    _bigint("size_bytes"),
+    _text("manifest_sha256"),
+    _float("create_time"),
+    *_revision(),
+    UniqueConstraint("model_id", "slot"),
+    comment="Places for automatic copies of full training states, used in turn.",
 )
 
 intervals = Table(
