@@ -78,6 +78,18 @@ bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray acto
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
 
+.PHONY: plexbench
+plexbench: $(INSTALLED) ## the scheduler beside its baselines, in simulation: tables and checks (3 minutes)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench
+
+.PHONY: plexbench-docs
+plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
+
+.PHONY: plexbench-full
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
+
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)
 	@rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -10,7 +10,7 @@ from plexrl_controller.scheduling.place import Side
 from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.simulation import rollout
 from plexrl_controller.simulation.processes import Form
-from plexrl_controller.simulation.workload import Iteration, Job, JobClass
+from plexrl_controller.simulation.workload import PROFILES, Iteration, Job, JobClass
 
 LEARNED_AFTER = 3
 """Iterations after which measurements replace the submission's estimate."""
@@ -52,7 +52,7 @@ def stretch(c: JobClass, form: Form) -> float:
 @cache
 def parts(c: JobClass, consolidation: tuple[int, int]) -> tuple[float, float]:
     """Mean parts of a consolidated rollout over the bank of profiles, as fractions of the plain one."""
-    bank = [rollout.consolidation(c, p, *consolidation) for p in range(rollout.PROFILES)]
+    bank = [rollout.consolidation(c, p, *consolidation) for p in range(PROFILES)]
     return fmean(part.main for part in bank), fmean(part.tail for part in bank)
 
 

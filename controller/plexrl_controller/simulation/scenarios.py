@@ -66,7 +66,14 @@ def share(
         simulation.start(_run(simulation, resident, iterations, ends[index], hints))
     simulation.run(until_s)
     group.close()
-    return Shared(tuple(tuple(e) for e in ends), group.spent_s, tuple(totals.waits_s), tuple(totals.setups_s), totals.prefetch_hits, simulation.events)
+    return Shared(
+        tuple(tuple(e) for e in ends),
+        group.spent_s,
+        tuple(totals.waits_s),
+        tuple(totals.setups_s),
+        totals.prefetch_hits,
+        simulation.events,
+    )
 
 
 def share_two_pools(

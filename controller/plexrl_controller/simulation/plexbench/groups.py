@@ -38,9 +38,7 @@ def generator(*seed: int) -> np.random.Generator:
 def private_rollout(shape: str, members: int, iterations: int, seed: int) -> Mapping[str, float]:
     """Members with a rollout group each and one training group, one-step asynchronous, against split-async alone."""
     c = SHAPES[shape]
-    jobs = [
-        Job(i, c, 0.0, iterations_of(c, iterations, generator(seed, i)), 1.3, 1.0) for i in range(members)
-    ]
+    jobs = [Job(i, c, 0.0, iterations_of(c, iterations, generator(seed, i)), 1.3, 1.0) for i in range(members)]
     executions, groups = share_two_pools(
         jobs, Form(c.rollout_gpus, c.train_gpus, 1), lambda: LivePolicy(Policy(), Decisions()), share_rollout=False
     )

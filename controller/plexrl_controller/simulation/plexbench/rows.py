@@ -56,7 +56,7 @@ Repetitions = list[tuple[Mapping[str, Any], list[Mapping[str, float]]]]
 def collect(
     table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], workers: int, progress: Progress
 ) -> Repetitions:
-    """Runs the repetitions of every row, over worker processes if there are several; rows come in the order asked for."""
+    """Runs the repetitions of every row, over worker processes if there are several; rows keep their order."""
     total = sum(len(repetitions) for _, repetitions in tasks)
     done = 0
     rows: Repetitions = []

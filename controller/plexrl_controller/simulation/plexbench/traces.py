@@ -43,9 +43,7 @@ CI_TRACE = Trace(512, 1.2, 8 * 3600.0, 30.0)
 def jobs_of(trace: Trace, rep: int) -> tuple[Job, ...]:
     """The trace's jobs; drawn once in each process."""
     return generate(
-        GeneratorSettings(
-            trace.gpus, trace.load, rep, window_s=trace.window_s, mean_iterations=trace.mean_iterations
-        )
+        GeneratorSettings(trace.gpus, trace.load, rep, window_s=trace.window_s, mean_iterations=trace.mean_iterations)
     )
 
 
@@ -59,7 +57,9 @@ class Lever:
     """For the single group: arguments of `LivePolicy`, and `hints`."""
 
 
-def _lever(*, placement: Mapping[str, Any] | None = None, group: Mapping[str, Any] | None = None, **policy: Any) -> Lever:
+def _lever(
+    *, placement: Mapping[str, Any] | None = None, group: Mapping[str, Any] | None = None, **policy: Any
+) -> Lever:
     return Lever(policy, placement or {}, group or {})
 
 
@@ -131,7 +131,7 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
     tasks = []
     for trace in traces:
         for name in policies():
-            keys = {
+            keys: dict[str, Any] = {
                 "policy": name,
                 "what": TITLES[name],
                 "gpus": trace.gpus,
@@ -142,8 +142,8 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
     repetitions = collect("T1", tasks, workers, progress)
     rows = []
     isolated: list[Mapping[str, float]] = []
-    for keys, results in repetitions:
-        isolated = results if keys["policy"] == "B0" else isolated
+    for row_keys, results in repetitions:
+        isolated = results if row_keys["policy"] == "B0" else isolated
         relative = [
             {
                 **result,
@@ -152,7 +152,7 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
             }
             for result, alone in zip(results, isolated, strict=True)
         ]
-        rows.append(summarise(keys, relative))
+        rows.append(summarise(row_keys, relative))
     return rows
 
 
@@ -181,7 +181,9 @@ def table_3(trace: Trace, reps: int, iterations: int, workers: int, progress: Pr
     """Ablation: one lever at a time, on the trace and on a group whose states do not fit the device together."""
     tasks = [({"lever": name}, [Task(run_trace, (trace, rep, "B10", name)) for rep in range(reps)]) for name in LEVERS]
     rows = run_all("T3", tasks, workers, progress)
-    tasks = [({"lever": name}, [Task(swapping_group, (name, iterations, rep)) for rep in range(reps)]) for name in LEVERS]
+    tasks = [
+        ({"lever": name}, [Task(swapping_group, (name, iterations, rep)) for rep in range(reps)]) for name in LEVERS
+    ]
     for row, more in zip(rows, run_all("T3 group", tasks, workers, progress), strict=True):
         row.update(more)
     reference = rows[0]
@@ -196,9 +198,7 @@ def scale(gpus: int, load: float, window_s: float, small_jobs: bool, policy: str
     """Processor time of one run. Small jobs: those of 8 GPUs alone, for as many jobs as possible."""
     classes = tuple(c for c in CLASSES if c.dedicated_gpus <= 8) if small_jobs else CLASSES
     jobs = generate(
-        GeneratorSettings(
-            gpus, load, rep, window_s=window_s, mean_iterations=30.0, initial_share=1.0, classes=classes
-        )
+        GeneratorSettings(gpus, load, rep, window_s=window_s, mean_iterations=30.0, initial_share=1.0, classes=classes)
     )
     placement = policies()[policy]()
     cluster = Cluster(gpus, Hardware(), placement)
@@ -232,9 +232,7 @@ def table_5(runs: list[tuple[int, float, bool]], reps: int, workers: int, progre
     for gpus, hours, small in runs:
         for policy in ("B0", "B10"):
             keys = {"gpus": gpus, "policy": policy, "hours": hours, "mix": "8-GPU jobs" if small else "all classes"}
-            tasks.append(
-                (keys, [Task(scale, (gpus, 1.2, hours * 3600.0, small, policy, rep)) for rep in range(reps)])
-            )
+            tasks.append((keys, [Task(scale, (gpus, 1.2, hours * 3600.0, small, policy, rep)) for rep in range(reps)]))
     return run_all("T5", tasks, workers, progress)
 
 
