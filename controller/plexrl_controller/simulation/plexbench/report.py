@@ -21,7 +21,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
                  "setup_s", "swap_share", "prefetch_hit_rate", "decision_p50_us", "decision_p99_us"),
     "T2": ("shape", "k", "ceiling", "published", "saving", "slowdown_mean", "slowdown_worst"),
     "T2b": ("d", "k", "granularity", "prototype_saving", "prototype_slowdown", "saving", "slowdown_mean"),
-    "T3": ("lever", "saving", "worth_saving", "slo_jobs", "worth_slo_jobs", "slowdown_mean", "completion_95",
+    "T3": ("lever", "saving", "worth_saving", "slo_jobs", "worth_slo_jobs", "slowdown_mean",
            "group_saving", "worth_group_saving", "group_setup_s", "group_prefetch_hit_rate"),
     "T4": ("swap_s", "hold", "predicted_slowdown", "admitted", "saving", "slowdown_mean", "swap_share", "hold_share",
            "ecap_over_bound"),

@@ -21,6 +21,7 @@ class Size:
     group_iterations: int
     exact_iterations: int
     traces: tuple[Trace, ...]
+    ablation: Trace
     scales: tuple[tuple[int, float, bool], ...]
     """GPUs, hours, 8-GPU jobs alone."""
 
@@ -31,6 +32,7 @@ CI = Size(
     group_iterations=60,
     exact_iterations=15,
     traces=(traces.CI_TRACE,),
+    ablation=Trace(512, 1.2, 4 * HOUR_S, 30.0, complete=False),
     scales=((8, 8.0, False), (64, 8.0, False), (512, 4.0, False), (2048, 1.0, False)),
 )
 FULL = Size(
@@ -46,6 +48,7 @@ FULL = Size(
         Trace(512, 1.2, 24 * HOUR_S, 300.0, complete=False),
         Trace(2048, 1.2, 8 * HOUR_S, 30.0),
     ),
+    ablation=Trace(512, 1.2, 24 * HOUR_S, 30.0, complete=False),
     scales=(
         (8, 24.0, False),
         (64, 24.0, False),
@@ -65,7 +68,7 @@ def run(size: Size, workers: int, progress: Progress) -> dict[str, Any]:
         "T1": traces.table_1(list(size.traces), size.reps, workers, progress),
         "T2": groups.table_2(size.reps, iterations, workers, progress),
         "T2b": groups.table_2b(size.reps, iterations, workers, progress),
-        "T3": traces.table_3(size.traces[0], size.reps, iterations, workers, progress),
+        "T3": traces.table_3(size.ablation, size.reps, iterations, workers, progress),
         "T4": groups.table_4(size.reps, iterations, workers, progress),
         "T5": traces.table_5(list(size.scales), 1, 1, progress),
         "T5b": traces.table_5b(size.reps, progress),
