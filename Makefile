@@ -96,6 +96,14 @@ plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
 plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
 	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
 
+.PHONY: bench-swap
+bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: soak
+soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
+	@$(BIN)/python -m benchmarks.soak --out out/soak
+
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)
 	@rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

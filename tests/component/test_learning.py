@@ -1,18 +1,33 @@
 """The leader learns from what its worker measures, and decides and explains with it."""
 
+from dataclasses import replace
+
 import pytest
 
+from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.api.explain import explain
-from plexrl_controller.dispatch import jobs
+from plexrl_controller.dispatch import jobs, models
+from plexrl_controller.dispatch.learning import known_demand
 from plexrl_controller.dispatch.views import cluster_view, group_view
 from plexrl_controller.domain.errors import ResourceExhausted
-from plexrl_controller.domain.ids import CallId, WorkerId
-from plexrl_controller.domain.records import Model
+from plexrl_controller.domain.ids import CallId, JobId, WorkerId
+from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import CallKind, CallState
 from plexrl_controller.scheduling.fairness import Quota
 from plexrl_controller.scheduling.policy import Policy
+from plexrl_controller.scheduling.views import Demand
 from tests.support import specs
-from tests.support.leader import Leader, running_leader
+from tests.support.leader import TENANT, Leader, running_leader
+from tests.support.worker_double import WorkerDouble, join
+
+
+async def create(leader: Leader, job: Job) -> Model:
+    """A new model, placed."""
+    base = model_pb2.ModelBase(init=model_pb2.InitBase(config_json='{"architectures": ["Qwen3ForCausalLM"]}', seed=1))
+    spec = models.ModelSpec(
+        "policy", base, model_pb2.MODEL_ROLE_POLICY, model_pb2.ModelSettings(), types_pb2.Affinity()
+    )
+    return await models.create_model(leader.core, leader.key("model"), job, spec)
 
 
 async def iterate(leader: Leader, model: Model, first: int, stall_s: float, hint_s: float | None = None) -> None:
@@ -47,6 +62,27 @@ async def test_a_job_is_known_after_three_iterations_and_forgotten_at_its_end() 
         assert estimates.expected_s(job.job_id, CallKind.SYNC_WEIGHTS) == pytest.approx(0.001, rel=0.05)
         leader.core.ledger.forget_job(job.job_id)
         assert estimates.demand(job.job_id) is None
+        assert known_demand(leader.core.ledger, replace(job, job_id=JobId("again"))) == demand
+
+
+async def test_a_known_job_goes_where_every_target_is_kept_and_an_unknown_one_where_most_is_free() -> None:
+    """Its name and tenant tell what it asked for last time: it packs; unknown jobs spread."""
+    async with running_leader() as leader:
+        first, other = await leader.join(), WorkerDouble("w1")
+        leader.transport.doubles[other.name] = other
+        second = await join(leader.core, leader.dispatcher, leader.transport, other)
+        ledger = leader.core.ledger
+        jobs_ = {}
+        for name, share in (("heavy", 0.6), ("light", 0.1), ("middle", 0.55)):
+            ledger.demands[TENANT, name] = Demand(100.0, 100.0 * share, variation=0.02)
+            jobs_[name] = await leader.job(name)
+        heavy = await create(leader, jobs_["heavy"])
+        light = await create(leader, jobs_["light"])
+        assert (heavy.worker_id, light.worker_id) == (first, first), "the fullest worker that keeps the targets"
+        middle = await create(leader, jobs_["middle"])
+        assert middle.worker_id == second, "with the heavy one it would ask for 1.25 of the worker's time"
+        unknown = await create(leader, await leader.job("unknown"))
+        assert unknown.worker_id == second
 
 
 async def test_hints_that_are_always_too_short_are_corrected_in_the_view() -> None:
