@@ -77,8 +77,12 @@ proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
 
 .PHONY: bench
-bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
+bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: load
+load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among them; heartbeats and other jobs keep their time
+	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
