@@ -49,7 +49,7 @@ class Settings:
     lr_warmup_steps: int = 5
     epochs: int = 2
     held_out: int = 256
-    evaluate_every: int = 10
+    evaluate_every: int = 20
 
 
 @dataclass(frozen=True)
