@@ -40,10 +40,10 @@ class Settings:
     imitation_steps: int = 100
     imitation_batch: int = 128
     imitation_lr: float = 3e-3
-    steps: int = 200
+    steps: int = 150
     prompts: int = 64
     completions: int = 8
-    draws: int = 8
+    draws: int = 16
     """Waits that each completion is tried on, the same for all completions of a prompt."""
     lr: float = 6e-4
     lr_warmup_steps: int = 5
