@@ -52,6 +52,12 @@ test: $(INSTALLED) ## all tests, the quick ones first
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
 	@$(BIN)/python -m pytest -q tests/unit
 
+SEEDS ?= 10000
+
+.PHONY: simulate-faults
+simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
 	@$(BIN)/ruff check --quiet
@@ -71,12 +77,24 @@ proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
 
 .PHONY: bench
-bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
+bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: load
+load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among them; heartbeats and other jobs keep their time
+	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
+
+.PHONY: bench-swap
+bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: soak
+soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
+	@$(BIN)/python -m benchmarks.soak --out out/soak
 
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)

@@ -44,9 +44,11 @@ from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.fairness import Accounts
+from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
+MAX_REMEMBERED_DEMANDS = 4096
 
 
 @dataclass
@@ -141,6 +143,8 @@ class Ledger:
         """Models whose deploy order is out, with the incarnation that got it."""
         self.tenant_accounts = Accounts()
         """Device seconds against quotas, over all groups."""
+        self.demands: OrderedDict[tuple[Tenant, str], Demand] = OrderedDict()
+        """What ended jobs asked of their groups, by tenant and name."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -206,9 +210,10 @@ class Ledger:
         return self.accounts.get(job_id, Account(job_id))
 
     def pending_version(self, model: Model) -> int:
-        """The newest version that is made or submitted."""
+        """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
-        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        end = model.failed_sequence or model.last_sequence + 1
+        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
         return max((*made, model.weights_version))
 
     def forget_call(self, call: Call) -> None:
@@ -217,7 +222,8 @@ class Ledger:
         self.calls_of_job.get(call.job_id, OrderedDict()).pop(call.call_id, None)
 
     def forget_job(self, job_id: JobId) -> None:
-        """Drops a terminal job and all that memory keeps for it."""
+        """Drops a terminal job and all that memory keeps for it, but for what it asked of its group."""
+        job = self.jobs.get(job_id)
         for call_id in list(self.calls_of_job.pop(job_id, ())):
             self.calls.pop(call_id, None)
         for model_id in list(self.models_of_job.pop(job_id, ())):
@@ -228,17 +234,26 @@ class Ledger:
                 self.misfits, self.deaths_in_replay, self.snapshotting,
             ):  # fmt: skip
                 index.pop(model_id, None)
-            if not self.arriving.get(model_id):
-                self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        if job is not None:
+            self._remember_demand(job)
         self.tenant_accounts.leave(job_id)
         for group in self.groups.values():
             group.estimates.forget(job_id)
             group.accounts.leave(job_id)
             group.served_at.pop(job_id, None)
+
+    def _remember_demand(self, job: Job) -> None:
+        """A job of the same tenant and name is likely to ask for the same."""
+        demands = [d for group in self.groups.values() if (d := group.estimates.demand(job.job_id)) is not None]
+        if demands:
+            self.demands[job.tenant, job.name] = max(demands, key=lambda d: d.busy_s)
+            self.demands.move_to_end((job.tenant, job.name))
+        while len(self.demands) > MAX_REMEMBERED_DEMANDS:
+            self.demands.popitem(last=False)
 
     def _put(self, record: Record) -> None:
         match record:
