@@ -88,6 +88,18 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
 
+.PHONY: plexbench
+plexbench: $(INSTALLED) ## the scheduler beside its baselines, in simulation: tables and checks (3 minutes)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench
+
+.PHONY: plexbench-docs
+plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
+
+.PHONY: plexbench-full
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
+
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
