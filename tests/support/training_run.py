@@ -17,7 +17,7 @@ import plexrl
 from plexrl.v1 import model_pb2
 from plexrl_controller.embedded.cluster import LocalCluster
 
-WAIT_S = 400.0
+WAIT_S = 900.0
 
 
 @dataclass(frozen=True)
