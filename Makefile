@@ -52,6 +52,12 @@ test: $(INSTALLED) ## all tests, the quick ones first
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
 	@$(BIN)/python -m pytest -q tests/unit
 
+SEEDS ?= 10000
+
+.PHONY: simulate-faults
+simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
 	@$(BIN)/ruff check --quiet
@@ -81,6 +87,10 @@ bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 3
 .PHONY: bench
 bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
 	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: bench-decisions
+bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
+	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
 
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)

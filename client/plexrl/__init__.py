@@ -45,7 +45,7 @@ from plexrl.errors import (
 )
 from plexrl.futures import CallFuture
 from plexrl.job import Job
-from plexrl.model import BASE, Affinity, AtLeast, Model
+from plexrl.model import BASE, Affinity, AtLeast, Lora, Model
 from plexrl.results import (
     Checkpoint,
     Completions,
@@ -80,6 +80,7 @@ __all__ = [
     "Job",
     "JobEnded",
     "LoadCheckpoint",
+    "Lora",
     "Model",
     "ModelEnded",
     "NoFeasibleWorker",

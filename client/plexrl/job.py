@@ -14,7 +14,7 @@ from plexrl.call_stream import CallStream
 from plexrl.connection import Connection
 from plexrl.futures import CallFuture
 from plexrl.lease import Lease
-from plexrl.model import Affinity, Model
+from plexrl.model import Affinity, Lora, Model
 from plexrl.results import Result
 from plexrl.v1 import call_pb2 as c
 from plexrl.v1 import job_pb2 as j
@@ -79,19 +79,21 @@ class Job:
         max_sequence_tokens: int = 0,
         micro_batch_tokens: int = 0,
         activation_checkpointing: bool = False,
+        lora: Lora | None = None,
     ) -> Model:
         """Creates a model and returns at once: its worker builds it meanwhile, and calls queue.
 
         precision: of the rollout weights and the trainer's compute; master weights are float32. role "reference" is
         frozen (generate and score only). max_sequence_tokens: prompt and completion together, 0 means the
         configuration's. micro_batch_tokens: most tokens in one forward pass of the trainer, 0 means the worker's
-        default.
+        default. lora: adapters over a frozen base are trained instead of all parameters.
         """
         settings = m.ModelSettings(
             precision=_PRECISIONS[precision],
             max_sequence_tokens=max_sequence_tokens,
             micro_batch_tokens=micro_batch_tokens,
             activation_checkpointing=activation_checkpointing,
+            lora=None if lora is None else m.LoraSettings(rank=lora.rank, alpha=lora.alpha or 0.0, seed=lora.seed),
         )
         request = m.CreateModelRequest(
             request_id=uuid.uuid4().hex,

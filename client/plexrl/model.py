@@ -73,6 +73,19 @@ class Affinity:
         )
 
 
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021) beside every linear layer of the body; the base under them stays as it is.
+
+    rank: at least 1. alpha: an adapter's output is scaled by alpha / rank; None means alpha = rank. seed: of the first
+    adapter, which changes nothing until it is trained. Checkpoints of such a model are PEFT adapters.
+    """
+
+    rank: int
+    alpha: float | None = None
+    seed: int = 0
+
+
 class Model:
     """An LLM of a job. As a context manager it is deleted on exit; otherwise it lives as long as its job.
 

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from plexrl_controller.dispatch import jobs as job_actions
 from plexrl_controller.dispatch import reaper, retention
-from plexrl_controller.dispatch.submit import acknowledge
+from plexrl_controller.dispatch.submit import acknowledge, acknowledged
 from plexrl_controller.domain.ids import JobId, ModelId, RequestId
 from plexrl_controller.domain.states import CallState, IntervalKind, JobState, ModelState
 from plexrl_controller.store.memory import MemoryStore
@@ -117,7 +117,7 @@ async def one_job(leader: Leader, number: int) -> None:
     for sequence in range(1, 7):
         call = await leader.submit(model, optim_step(), sequence)
         await leader.work()
-        await acknowledge(leader.core, job, [call.call_id])
+        await acknowledged(leader.core, job, acknowledge(leader.core, job, [call.call_id]))
     await job_actions.finish_job(leader.core, leader.core.ledger.jobs[job.job_id])
     await leader.work()
 

@@ -223,9 +223,9 @@ class EngineConformance(PreloadConformance):
     def test_the_generator_holds_one_model_at_a_time(self, make_model: Callable[..., Model]) -> None:
         first, second = make_model(1), make_model(None)
         with pytest.raises(SlotOccupied, match=first.name):
-            second.engine.initialize(second.name, port.InitBase(2), 0, Patient())
+            second.engine.initialize(second.name, port.InitBase(7), 0, Patient())
         first.swap_out()
-        second.engine.initialize(second.name, port.InitBase(2), 0, Patient())
+        second.engine.initialize(second.name, port.InitBase(7), 0, Patient())
         with pytest.raises(SlotOccupied, match=second.name):
             first.swap_in()
 
@@ -367,7 +367,7 @@ class EngineConformance(PreloadConformance):
         alone.swap_out()
         first, other = make_model(31), make_model(None)
         first.swap_out()
-        other.engine.initialize(other.name, port.InitBase(32), 0, Patient())
+        other.engine.initialize(other.name, port.InitBase(7), 0, Patient())
         other.swap_out()
         for seed in range(2):
             for model in (first, other):

@@ -180,6 +180,19 @@ def test_calls_in_flight_are_topped_up_for_their_job_only() -> None:
     assert isinstance(late, Wait)
 
 
+def test_no_more_than_a_chunk_of_work_is_given_ahead() -> None:
+    calls = tuple(replace(ready(f"a{i}", "m-a", 50.0 + i), expected_s=12.0) for i in range(9))
+    model = ModelView(ModelId("m-a"), 1000, True, ready=calls)
+    policy = Policy(chunk_s=30.0)
+    free = decide(group(JobView(JobId("a"), (model,)), serving="a"), policy)
+    assert isinstance(free, Serve)
+    assert len(free.calls) == 2
+    for left_s, added in ((None, 2), (5.0, 2), (20.0, 1), (30.0, 0)):
+        running = JobView(JobId("a"), (model,), in_flight=1, in_flight_left_s=left_s)
+        decision = decide(group(running, serving="a"), policy)
+        assert (len(decision.calls) if isinstance(decision, Serve) else 0) == added, left_s
+
+
 def test_the_invariants_reject_each_kind_of_broken_decision() -> None:
     """The checker itself: a check that accepts anything would be worse than none."""
     view = group(job("a", 1.0, on_device=True), job("b", 2.0), serving="a")
@@ -265,6 +278,16 @@ def test_each_order_ranks_by_its_own_measure() -> None:
         Order.HRRS: "short",
         Order.LAS: "poor",
     }
+
+
+def test_a_heavier_job_waits_less_for_its_turn() -> None:
+    light, heavy = job("light", 50.0), job("heavy", 60.0, weight=3.0)
+    for order in (Order.HRRS, Order.LAS):
+        view = group(replace(light, attained_s=30.0), replace(heavy, attained_s=10.0))
+        decision = decide(view, Policy(order=order))
+        assert isinstance(decision, Serve)
+        assert decision.job_id == "heavy"
+    assert decide(group(light, replace(heavy, weight=1.0)), Policy()) != decide(group(light, heavy), Policy())
 
 
 def test_learned_stalls_shorten_or_lengthen_the_hold_by_as_much_as_they_are_trusted() -> None:

@@ -73,6 +73,18 @@ def test_one_more_member_speeds_nobody_up(members: list[Demand], other: Demand) 
     assert all(b >= a - 1e-9 for a, b in zip(before, after, strict=False))
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(demands, min_size=1, max_size=6), st.booleans(), st.booleans(), st.sampled_from([30.0, inf]))
+def test_the_quick_bound_never_exceeds_the_prediction(
+    members: list[Demand], swapping: bool, correct: bool, chunk_s: float
+) -> None:
+    """A group that the bound excludes would have been excluded anyway."""
+    options = {"swapping": swapping, "correct_variation": correct, "chunk_s": chunk_s}
+    quick = predict(members, at_least=True, **options)  # type: ignore[arg-type]
+    full = predict(members, **options)  # type: ignore[arg-type]
+    assert all(q <= f + 1e-9 for q, f in zip(quick.slowdowns, full.slowdowns, strict=True))
+
+
 def test_slack_hides_queueing_and_swaps_cost_what_the_stall_does_not_hide() -> None:
     plain = Demand(100.0, 30.0)
     alone, slack = predict([plain] * 2, swapping=False), predict([replace(plain, slack_s=60.0)] * 2, swapping=False)

@@ -4,6 +4,8 @@ books of what changed. All of a call is applied, or none of it.
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ from plexrl_worker.errors import (
     StateLost,
     Unsupported,
     VersionGone,
+    WorkerError,
 )
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
@@ -43,6 +46,13 @@ _CHANGES: dict[str, frozenset[Component]] = {
     "load_checkpoint": frozenset(Component),
 }
 _REPLAYED = frozenset({"forward_backward", "optim_step", "sync_weights", "load_checkpoint"})
+TOLD_AFTER_S = 0.05
+"""A call that has run for so long is reported as started."""
+HOLD_S = 0.1
+"""Generate calls that follow each other keep the device for so long at most, then others have their turn."""
+AHEAD_S = 0.02
+MOST_AHEAD = 64
+"""Seconds and number of generate calls that lie ready in the engine's child."""
 _NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
 
 
@@ -57,11 +67,17 @@ class Execution:
     begun: bool = False
     aborted: bool = False
     running: EngineCall[Any] | None = None
+    _telling: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """It begins."""
+        """It begins. Only of one that goes on for a moment is that told: a short one tells its end alone."""
         self.begun = True
-        self.on_begin()
+        self._telling = asyncio.get_running_loop().call_later(TOLD_AFTER_S, self.on_begin)
+
+    def end(self) -> None:
+        """It ended, or will not begin any more."""
+        if self._telling is not None:
+            self._telling.cancel()
 
     def abort(self) -> None:
         """Stops it at its next step, or before it begins. It may still finish if it was about to."""
@@ -81,11 +97,83 @@ class Execution:
             self.running = None
 
 
+Outcome = t.GenerateResult | WorkerError
+
+
 class CallRunner:
     """Runs calls on the models of a host."""
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
+        self._ahead = 1
+
+    async def run_generates(
+        self,
+        first: Execution,
+        following: Callable[[], Execution | None],
+        ended: Callable[[Execution, Outcome], None],
+    ) -> None:
+        """Runs generate calls of one model one after the other under one hold of the device, for as long as `following`
+        has another and at most HOLD_S; tells `ended` of each.
+
+        They change nothing, so that the next may lie ready in the child while one runs. Short calls do, as many as
+        AHEAD_S of work; before a long one the device could not be had for so much longer.
+        """
+        window: deque[tuple[Execution, EngineCall[t.GenerateResult]]] = deque()
+        async with self._host.device.lock:
+            until_s = time.monotonic() + HOLD_S
+            upcoming: Execution | None = first
+            while True:
+                while upcoming is not None:
+                    try:
+                        window.append((upcoming, self._send_generate(upcoming)))
+                    except WorkerError as error:
+                        ended(upcoming, error)
+                    more = len(window) < self._ahead and time.monotonic() < until_s
+                    upcoming = following() if more else None
+                if not window:
+                    return
+                execution, call = window[0]
+                if not execution.begun:
+                    execution.begin()
+                try:
+                    ended(execution, await self._generated(execution, call))
+                finally:
+                    window.popleft()
+                took_s = (call.end_unix_ns - call.start_unix_ns) / 1e9
+                self._ahead = max(1, min(2 * self._ahead, MOST_AHEAD, int(AHEAD_S / max(took_s, 1e-6))))
+                if len(window) < self._ahead and time.monotonic() < until_s:
+                    upcoming = following()
+
+    def _send_generate(self, execution: Execution) -> EngineCall[t.GenerateResult]:
+        if execution.aborted:
+            raise Cancelled("the call was stopped before it began")
+        order = execution.order
+        deployment = self._host.deployment(order.model_id)
+        self._host.settle(deployment, execution.journal)
+        _check(order, deployment)
+        self._host.residency.require_on_device(order.model_id)
+        if deployment.attached is None:
+            raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
+        call = deployment.attached.generate(order.model_id, order.spec.generate, order.weights_version)
+        call.on_progress = execution.on_progress
+        execution.running = call
+        return call
+
+    async def _generated(self, execution: Execution, call: EngineCall[t.GenerateResult]) -> Outcome:
+        deployment = self._host.deployment(execution.order.model_id)
+        with execution.journal.timed(self._busy_interval(deployment, execution.order)) as interval:
+            outcome: Outcome
+            try:
+                outcome = await call
+            except engine_errors.EngineError as error:
+                outcome = self._host.engine_failed(call.process, error, execution.journal)
+            finally:
+                execution.running = None
+        # What the child says, where it lived to say it, leaves out the way there and back.
+        if call.start_unix_ns:
+            interval.start_unix_ns, interval.end_unix_ns = call.start_unix_ns, call.end_unix_ns
+        return outcome
 
     async def run(self, execution: Execution) -> t.CallResult:
         """Runs one call. Raises WorkerError kinds; nothing was applied then, unless the state is said to be lost."""

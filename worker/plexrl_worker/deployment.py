@@ -99,8 +99,8 @@ def fingerprint(order: w.DeployOrder) -> str:
 
 def check_settings(settings: m.ModelSettings) -> None:
     """Raises Unsupported for what the wire reserves and this worker does not offer."""
-    if settings.HasField("lora"):
-        raise Unsupported("settings.lora: LoRA is not offered, only full-parameter training: leave it unset")
+    if settings.HasField("lora") and settings.lora.rank < 1:
+        raise Unsupported("settings.lora.rank: 0; want at least 1")
     if settings.world_size > 1:
         raise Unsupported(f"settings.world_size: {settings.world_size}; gangs are not offered: use 1")
     if settings.keep_versions > 1:
@@ -116,6 +116,7 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
         max_sequence_tokens=model.max_sequence_tokens,
         kv_cache_bytes=settings.kv_cache_bytes,
         threads=settings.threads,
+        lora=_lora(model.lora, base.weights) if model.HasField("lora") else None,
     )
     return Deployment(
         order=order,
@@ -127,10 +128,15 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
             micro_batch_tokens=model.micro_batch_tokens or _DEFAULT_MICRO_BATCH_TOKENS,
             activation_checkpointing=model.activation_checkpointing,
             tokenizer_file=str(base.tokenizer_file) if base.tokenizer_file else None,
+            adapter_seed=model.lora.seed,
         ),
         applied_sequence=order.applied_sequence,
         weights_version=order.weights_version,
     )
+
+
+def _lora(settings: m.LoraSettings, base: port.Base) -> port.LoraSettings:
+    return port.LoraSettings(settings.rank, settings.alpha or float(settings.rank), base)
 
 
 def engine_key(settings: port.EngineSettings) -> str:

@@ -16,20 +16,20 @@ from plexrl import wire
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.attempts import Attempt, AttemptLog
-from plexrl_worker.calls import CallRunner, Execution
+from plexrl_worker.calls import CallRunner, Execution, Outcome
 from plexrl_worker.engine.client import ProgressListener
 from plexrl_worker.errors import (
     Cancelled,
     EngineFailed,
     InvalidOrder,
     ShuttingDown,
-    TooManyOrders,
     WorkerError,
     to_status,
 )
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
+from plexrl_worker.lanes import Lane
 from plexrl_worker.outbox import Outbox
 from plexrl_worker.placement import Placement
 from plexrl_worker.snapshotter import Snapshotter
@@ -40,6 +40,9 @@ MAX_QUEUED_ORDERS = 4096
 _PROGRESS_INTERVAL_S = 0.2
 # A report must fit a message, with room for its frame.
 _MAX_RESULT_BYTES = wire.MAX_MESSAGE_BYTES - 1024 * 1024
+
+_STOPPING = ShuttingDown("this worker is stopping; its next life, or another worker, can take the order")
+_NOT_WANTED = Cancelled("the call was stopped: nobody waits for it any more, or its model goes")
 
 Sink = Callable[[w.Report], None]
 
@@ -53,6 +56,8 @@ class Work:
     journal: Journal = field(default_factory=Journal)
     attempt: Attempt | None = None
     execution: Execution | None = None
+    # Why it was stopped, if it was.
+    stopped: WorkerError | None = None
     after: tuple[asyncio.Future[None], ...] = ()
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -69,24 +74,39 @@ class OrderDesk:
         self._outbox = outbox
         self._attempts = AttemptLog()
         self._placing: dict[str, asyncio.Future[None]] = {}
-        self._placement_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
-        self._device_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
-        self._snapshot_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
-        self._prefetch_lane: asyncio.Queue[Work] = asyncio.Queue(MAX_QUEUED_ORDERS)
+        self._placement_lane: Lane[Work] = Lane(MAX_QUEUED_ORDERS)
+        self._device_lane: Lane[Work] = Lane(MAX_QUEUED_ORDERS)
+        self._snapshot_lane: Lane[Work] = Lane(MAX_QUEUED_ORDERS)
+        self._prefetch_lane: Lane[Work] = Lane(MAX_QUEUED_ORDERS)
         self._lanes = (self._placement_lane, self._device_lane, self._snapshot_lane, self._prefetch_lane)
         self.lanes: list[asyncio.Task[None]] = []
         self._closed = False
+        self._running: set[asyncio.Future[None]] = set()
         host.on_unordered_change = self._tell_of
 
     def start(self) -> None:
         """Begins to run what is queued."""
         self.lanes = [asyncio.create_task(self._run_lane(lane)) for lane in self._lanes]
 
-    async def close(self) -> None:
-        """Takes no more orders and ends what runs: its engines are about to be stopped."""
+    async def hand_back(self, limit_s: float) -> None:
+        """Takes no more orders, and ends every one that it has: at once, or a running call after its present step.
+
+        What still runs after `limit_s` is said to have ended, and left to the end of its engine.
+        """
         self._closed = True
+        for lane in self._lanes:
+            for work in lane.drain():
+                self._refuse(work, _STOPPING)
         for attempt in self._attempts.all_running():
-            attempt.stop()
+            attempt.stop(_STOPPING)
+        if self._running:
+            await asyncio.wait(self._running, timeout=limit_s)
+        for attempt in self._attempts.all_running():
+            attempt.end(_STOPPING)
+
+    async def close(self) -> None:
+        """Ends the lanes."""
+        self._closed = True
         for lane in self.lanes:
             lane.cancel()
         await asyncio.gather(*self.lanes, return_exceptions=True)
@@ -110,10 +130,10 @@ class OrderDesk:
     async def reset(self) -> None:
         """A new life: stops what runs, forgets every outcome and report, drops every model."""
         for attempt in self._attempts.all_running():
-            attempt.stop()
+            attempt.stop(_NOT_WANTED)
         for lane in self._lanes:
-            while not lane.empty():
-                lane.get_nowait().done.set_result(None)
+            for work in lane.drain():
+                work.done.set_result(None)
         self._attempts.clear()
         await self._host.drop_all(Journal())
         self._outbox.clear()
@@ -142,7 +162,7 @@ class OrderDesk:
             case "snapshot":
                 self._queue(self._snapshot_lane, work, [order.snapshot.model_id])
             case "expire_snapshots":
-                self._enqueue(self._snapshot_lane, work)
+                self._snapshot_lane.put(work)
             case "prefetch":
                 self._queue(self._prefetch_lane, work, [order.prefetch.model_id])
             case "abort":
@@ -162,7 +182,7 @@ class OrderDesk:
             known.order_id = work.order.order_id
             return
         if older := self._attempts.running(order.call.call_id):
-            older.stop()
+            older.stop(_NOT_WANTED)
         work.execution = Execution(
             order,
             on_begin=lambda: work.sink(self._report(work, started=w.OrderStarted())),
@@ -174,22 +194,33 @@ class OrderDesk:
             number=order.call.attempt,
             order_id=work.order.order_id,
             model_id=order.model_id,
-            stop=lambda: self._stop(work),
+            stop=lambda reason: self._stop(work, reason),
+            end=lambda reason: self._end_call(work, w.OrderFinished(error=to_status(reason))),
         )
         self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
 
-    def _stop(self, work: Work) -> None:
+    def _stop(self, work: Work, reason: WorkerError) -> None:
         """Ends a call at its next step; one that has not begun ends here and now, whatever it queues behind."""
         assert work.execution is not None
         assert work.attempt is not None
+        work.stopped = reason
         work.execution.abort()
-        if not work.execution.begun and work.attempt.outcome is None:
-            error = Cancelled("the call was stopped before it began")
-            self._end_call(work, w.OrderFinished(error=to_status(error)))
+        if not work.execution.begun:
+            work.attempt.end(reason)
+
+    def _refuse(self, work: Work, reason: WorkerError) -> None:
+        """Ends a queued order that will not be run."""
+        if work.attempt is not None:
+            work.attempt.end(reason)
+        else:
+            work.sink(self._finished(work, w.OrderFinished(error=to_status(reason))))
+        work.done.set_result(None)
 
     def _end_call(self, work: Work, outcome: w.OrderFinished) -> None:
         assert work.attempt is not None
+        if work.execution is not None:
+            work.execution.end()
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
             work.sink(self._finished(work, outcome))
@@ -197,7 +228,7 @@ class OrderDesk:
     def _place(self, work: Work, model_id: str) -> None:
         if not model_id:
             raise InvalidOrder("model_id: not set")
-        self._enqueue(self._placement_lane, work)
+        self._placement_lane.put(work)
         self._placing[model_id] = work.done
         work.done.add_done_callback(lambda done: self._placed(model_id, done))
 
@@ -205,38 +236,40 @@ class OrderDesk:
         if self._placing.get(model_id) is done:
             del self._placing[model_id]
 
-    def _queue(self, lane: asyncio.Queue[Work], work: Work, model_ids: list[str]) -> None:
+    def _queue(self, lane: Lane[Work], work: Work, model_ids: list[str]) -> None:
         """Behind the placements of the models that it needs."""
         work.after = tuple(self._placing[model_id] for model_id in model_ids if model_id in self._placing)
-        self._enqueue(lane, work)
-
-    def _enqueue(self, lane: asyncio.Queue[Work], work: Work) -> None:
-        try:
-            lane.put_nowait(work)
-        except asyncio.QueueFull:
-            raise TooManyOrders(f"{lane.maxsize} orders are queued, the limit: wait for reports") from None
+        lane.put(work)
 
     def _abort(self, work: Work) -> None:
         call = work.order.abort.call
         attempt = self._attempts.running(call.call_id)
         if attempt is not None and attempt.number == call.attempt:
-            attempt.stop()
+            attempt.stop(_NOT_WANTED)
         work.sink(self._finished(work, w.OrderFinished()))
 
     def _abort_calls_of(self, model_id: str) -> None:
         for attempt in self._attempts.all_running():
             if attempt.model_id == model_id:
-                attempt.stop()
+                attempt.stop(_NOT_WANTED)
 
     # Running.
 
-    async def _run_lane(self, lane: asyncio.Queue[Work]) -> None:
+    async def _run_lane(self, lane: Lane[Work]) -> None:
         while True:
             work = await lane.get()
+            self._running.add(work.done)
+            work.done.add_done_callback(self._running.discard)
             try:
                 for placement in work.after:
                     await placement
-                await self._run(work)
+                if _generates(work):
+                    await self._run_generates(work)
+                else:
+                    await self._run(work)
+            except asyncio.CancelledError:
+                self._refuse(work, _STOPPING)
+                raise
             finally:
                 if not work.done.done():
                     work.done.set_result(None)
@@ -262,10 +295,48 @@ class OrderDesk:
             case action:
                 raise InvalidOrder(f"order.action: {action} has no lane")
 
+    async def _run_generates(self, first: Work) -> None:
+        """Runs a generate call and those of the same model that are queued right behind it."""
+        model_id = first.order.run_call.model_id
+        works: dict[int, Work] = {}
+
+        def wanted(work: Work) -> bool:
+            return _generates(work) and work.order.run_call.model_id == model_id and not work.after
+
+        def following() -> Execution | None:
+            while (work := self._device_lane.take_if(wanted)) is not None:
+                if (execution := self._due(work)) is not None:
+                    works[id(execution)] = work
+                    return execution
+            return None
+
+        def ended(execution: Execution, outcome: Outcome) -> None:
+            work = works.pop(id(execution))
+            if isinstance(outcome, Cancelled) and work.stopped is not None:
+                outcome = work.stopped
+            self._end_call(work, _generated(outcome))
+
+        if (execution := self._due(first)) is None:
+            return
+        works[id(execution)] = first
+        try:
+            await self._runner.run_generates(execution, following, ended)
+        except Exception as error:  # noqa: BLE001 - as in `_outcome`
+            _log.exception("generates_failed", model_id=model_id, calls=len(works))
+            failure = EngineFailed(f"a fault of the worker: {error!r}")
+            for work in works.values():
+                self._end_call(work, w.OrderFinished(error=to_status(failure)))
+
+    def _due(self, work: Work) -> Execution | None:
+        """The execution of a call that has not ended while it was queued."""
+        return work.execution if work.attempt is not None and work.attempt.outcome is None else None
+
     async def _outcome(self, work: Work, doing: Awaitable[w.OrderFinished]) -> w.OrderFinished:
         """How an order ended. A fault that no order explains ends this order, not the daemon and all its models."""
         try:
             return await doing
+        except Cancelled as error:
+            return w.OrderFinished(error=to_status(work.stopped or error))
         except WorkerError as error:
             return w.OrderFinished(error=to_status(error))
         except Exception as error:  # noqa: BLE001
@@ -299,12 +370,7 @@ class OrderDesk:
 
     async def _call(self, work: Work) -> w.OrderFinished:
         assert work.execution is not None
-        outcome = w.OrderFinished(result=await self._runner.run(work.execution))
-        if outcome.ByteSize() > _MAX_RESULT_BYTES:
-            raise EngineFailed(
-                f"the result has {outcome.ByteSize()} bytes, the limit is {_MAX_RESULT_BYTES}: ask for less in one call"
-            )
-        return outcome
+        return _bounded(w.OrderFinished(result=await self._runner.run(work.execution)))
 
     # Reporting.
 
@@ -361,6 +427,31 @@ class _Throttled:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
             self._listener(done, total)
+
+
+def _generates(work: Work) -> bool:
+    return work.order.HasField("run_call") and work.order.run_call.spec.HasField("generate")
+
+
+def _generated(outcome: Outcome) -> w.OrderFinished:
+    if isinstance(outcome, WorkerError):
+        return w.OrderFinished(error=to_status(outcome))
+    finished = w.OrderFinished()
+    finished.result.generate.CopyFrom(outcome)
+    try:
+        return _bounded(finished)
+    except EngineFailed as error:
+        return w.OrderFinished(error=to_status(error))
+
+
+def _bounded(finished: w.OrderFinished) -> w.OrderFinished:
+    """The outcome, if a report can carry it. Raises EngineFailed."""
+    size_bytes = finished.ByteSize()
+    if size_bytes > _MAX_RESULT_BYTES:
+        raise EngineFailed(
+            f"the result has {size_bytes} bytes, the limit is {_MAX_RESULT_BYTES}: ask for less in one call"
+        )
+    return finished
 
 
 def _call_of(order: w.Order) -> r.CallAttempt | None:

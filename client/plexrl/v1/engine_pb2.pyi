@@ -71,6 +71,7 @@ class EngineStartRequest(_message.Message):
     MAX_RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
     """A Hugging Face config.json."""
     precision: _model_pb2.Precision.ValueType
@@ -85,6 +86,10 @@ class EngineStartRequest(_message.Message):
     """Most tokens in one step of the generator."""
     threads: _builtins.int
     """Compute threads."""
+    @_builtins.property
+    def lora(self) -> Global___EngineLora:
+        """Adapters over one base instead of full-parameter training."""
+
     def __init__(
         self,
         *,
@@ -95,14 +100,51 @@ class EngineStartRequest(_message.Message):
         max_running_sequences: _builtins.int = ...,
         max_batched_tokens: _builtins.int = ...,
         threads: _builtins.int = ...,
+        lora: Global___EngineLora | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "kv_cache_bytes", b"kv_cache_bytes", "max_batched_tokens", b"max_batched_tokens", "max_running_sequences", b"max_running_sequences", "max_sequence_tokens", b"max_sequence_tokens", "precision", b"precision", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "kv_cache_bytes", b"kv_cache_bytes", "lora", b"lora", "max_batched_tokens", b"max_batched_tokens", "max_running_sequences", b"max_running_sequences", "max_sequence_tokens", b"max_sequence_tokens", "precision", b"precision", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStartRequest: _TypeAlias = EngineStartRequest  # noqa: Y015
+
+@_typing.final
+class EngineLora(_message.Message):
+    """Low-rank adapters over one frozen base."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank of every adapter."""
+    alpha: _builtins.float
+    """An adapter's output is scaled by alpha / rank."""
+    seed: _builtins.int
+    """Random, from this seed."""
+    directory: _builtins.str
+    """A Hugging Face directory that the daemon chose."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        seed: _builtins.int = ...,
+        directory: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "directory", b"directory", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "base", b"base", "directory", b"directory", "rank", b"rank", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_base: _TypeAlias = _typing.Literal["seed", "directory"]  # noqa: Y015
+    _WhichOneofArgType_base: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_base) -> _WhichOneofReturnType_base | None: ...
+
+Global___EngineLora: _TypeAlias = EngineLora  # noqa: Y015
 
 @_typing.final
 class DeclareRequest(_message.Message):
@@ -114,6 +156,7 @@ class DeclareRequest(_message.Message):
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     TOKENIZER_FILE_FIELD_NUMBER: _builtins.int
+    ADAPTER_SEED_FIELD_NUMBER: _builtins.int
     trainable: _builtins.bool
     """Whether it has gradients and an optimizer."""
     micro_batch_tokens: _builtins.int
@@ -122,6 +165,8 @@ class DeclareRequest(_message.Message):
     """Recompute activations in the backward pass."""
     tokenizer_file: _builtins.str
     """Path of a tokenizer.json, empty if there is none."""
+    adapter_seed: _builtins.int
+    """Seed of a LoRA deployment's first adapter."""
     def __init__(
         self,
         *,
@@ -129,10 +174,11 @@ class DeclareRequest(_message.Message):
         micro_batch_tokens: _builtins.int = ...,
         activation_checkpointing: _builtins.bool = ...,
         tokenizer_file: _builtins.str = ...,
+        adapter_seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "micro_batch_tokens", b"micro_batch_tokens", "tokenizer_file", b"tokenizer_file", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "adapter_seed", b"adapter_seed", "micro_batch_tokens", b"micro_batch_tokens", "tokenizer_file", b"tokenizer_file", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1047,8 +1093,14 @@ class EngineResponse(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    START_UNIX_NS_FIELD_NUMBER: _builtins.int
+    END_UNIX_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request."""
+    start_unix_ns: _builtins.int
+    """When the function began to run, in Unix time; of what ends the request."""
+    end_unix_ns: _builtins.int
+    """When it ended."""
     @_builtins.property
     def progress(self) -> Global___EngineProgress:
         """It goes on."""
@@ -1118,10 +1170,12 @@ class EngineResponse(_message.Message):
         train: _types_pb2.ForwardBackwardResult | None = ...,
         step: _types_pb2.OptimStepResult | None = ...,
         saved: Global___SavedStateResponse | None = ...,
+        start_unix_ns: _builtins.int = ...,
+        end_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "saved", b"saved", "scores", b"scores", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "end_unix_ns", b"end_unix_ns", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "start_unix_ns", b"start_unix_ns", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "failure", "done", "description", "layout", "state", "swap", "released", "generation", "scores", "train", "step", "saved"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

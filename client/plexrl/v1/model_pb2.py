@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from plexrl.v1 import types_pb2 as plexrl_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15plexrl/v1/model.proto\x12\tplexrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15plexrl/v1/types.proto\"-\n\x08InitBase\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"{\n\nBundleBase\x12:\n\x0bpayload_ids\x18\x01 \x03(\x0b\x32%.plexrl.v1.BundleBase.PayloadIdsEntry\x1a\x31\n\x0fPayloadIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"x\n\tModelBase\x12#\n\x04init\x18\x01 \x01(\x0b\x32\x13.plexrl.v1.InitBaseH\x00\x12\x13\n\tcatalogue\x18\x02 \x01(\tH\x00\x12\'\n\x06\x62undle\x18\x03 \x01(\x0b\x32\x15.plexrl.v1.BundleBaseH\x00\x42\x08\n\x06source\"\x1c\n\x0cLoraSettings\x12\x0c\n\x04rank\x18\x01 \x01(\r\"\xe5\x01\n\rModelSettings\x12\'\n\tprecision\x18\x01 \x01(\x0e\x32\x14.plexrl.v1.Precision\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\r\x12\x1a\n\x12micro_batch_tokens\x18\x03 \x01(\r\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x17.plexrl.v1.LoraSettings\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x15\n\rkeep_versions\x18\x07 \x01(\r\"i\n\x12\x43omponentResidency\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.plexrl.v1.Tier\x12\r\n\x05\x64irty\x18\x03 \x01(\x08\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xa6\x04\n\x05Model\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.plexrl.v1.ModelState\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\"\n\x04role\x18\x06 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x07 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12%\n\x08\x61\x66\x66inity\x18\x08 \x01(\x0b\x32\x13.plexrl.v1.Affinity\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x17\n\x0fweights_version\x18\n \x01(\x04\x12\x18\n\x10\x61pplied_sequence\x18\x0b \x01(\x04\x12\x30\n\tresidency\x18\x0c \x03(\x0b\x32\x1d.plexrl.v1.ComponentResidency\x12\x17\n\x0fparameter_count\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x15\n\rhas_tokenizer\x18\x0f \x01(\x08\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rnext_sequence\x18\x11 \x01(\x04\x12&\n\tsnapshots\x18\x12 \x03(\x0b\x32\x13.plexrl.v1.Snapshot\x12\x12\n\nrecoveries\x18\x13 \x01(\x04\"\x84\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe1\x01\n\x12\x43reateModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\"\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x14.plexrl.v1.ModelBase\x12\"\n\x04role\x18\x05 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x06 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12%\n\x08\x61\x66\x66inity\x18\x07 \x01(\x0b\x32\x13.plexrl.v1.Affinity\"#\n\x0fGetModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"#\n\x11ListModelsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.plexrl.v1.Model\":\n\x12\x44\x65leteModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"=\n\x15ResumeSequenceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"/\n\x16ResumeSequenceResponse\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\"N\n\x0fTokenizeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\"8\n\x10TokenizeResponse\x12$\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x15.plexrl.v1.TokenBatch\"h\n\x11\x44\x65tokenizeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12$\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.plexrl.v1.TokenBatch\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"*\n\x16ListCheckpointsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"E\n\x17ListCheckpointsResponse\x12*\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x15.plexrl.v1.Checkpoint\"H\n\x17\x45xportCheckpointRequest\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x16\n\x0etraining_state\x18\x02 \x01(\x08\"7\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\t*\xde\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_CREATING\x10\x01\x12\x16\n\x12MODEL_STATE_PLACED\x10\x02\x12\x1a\n\x16MODEL_STATE_RECOVERING\x10\x03\x12\x1a\n\x16MODEL_STATE_STATE_LOST\x10\x04\x12\x18\n\x14MODEL_STATE_DELETING\x10\x05\x12\x17\n\x13MODEL_STATE_DELETED\x10\x06\x12\x16\n\x12MODEL_STATE_FAILED\x10\x07*X\n\tModelRole\x12\x1a\n\x16MODEL_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11MODEL_ROLE_POLICY\x10\x01\x12\x18\n\x14MODEL_ROLE_REFERENCE\x10\x02*U\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x16\n\x12PRECISION_BFLOAT16\x10\x02\x32\xb6\x05\n\x0cModelService\x12@\n\x0b\x43reateModel\x12\x1d.plexrl.v1.CreateModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12:\n\x08GetModel\x12\x1a.plexrl.v1.GetModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12K\n\nListModels\x12\x1c.plexrl.v1.ListModelsRequest\x1a\x1d.plexrl.v1.ListModelsResponse\"\x00\x12@\n\x0b\x44\x65leteModel\x12\x1d.plexrl.v1.DeleteModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12W\n\x0eResumeSequence\x12 .plexrl.v1.ResumeSequenceRequest\x1a!.plexrl.v1.ResumeSequenceResponse\"\x00\x12\x45\n\x08Tokenize\x12\x1a.plexrl.v1.TokenizeRequest\x1a\x1b.plexrl.v1.TokenizeResponse\"\x00\x12K\n\nDetokenize\x12\x1c.plexrl.v1.DetokenizeRequest\x1a\x1d.plexrl.v1.DetokenizeResponse\"\x00\x12Z\n\x0fListCheckpoints\x12!.plexrl.v1.ListCheckpointsRequest\x1a\".plexrl.v1.ListCheckpointsResponse\"\x00\x12P\n\x10\x45xportCheckpoint\x12\".plexrl.v1.ExportCheckpointRequest\x1a\x14.plexrl.v1.FileChunk\"\x00\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15plexrl/v1/model.proto\x12\tplexrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15plexrl/v1/types.proto\"-\n\x08InitBase\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"{\n\nBundleBase\x12:\n\x0bpayload_ids\x18\x01 \x03(\x0b\x32%.plexrl.v1.BundleBase.PayloadIdsEntry\x1a\x31\n\x0fPayloadIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"x\n\tModelBase\x12#\n\x04init\x18\x01 \x01(\x0b\x32\x13.plexrl.v1.InitBaseH\x00\x12\x13\n\tcatalogue\x18\x02 \x01(\tH\x00\x12\'\n\x06\x62undle\x18\x03 \x01(\x0b\x32\x15.plexrl.v1.BundleBaseH\x00\x42\x08\n\x06source\"9\n\x0cLoraSettings\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x61lpha\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\xe5\x01\n\rModelSettings\x12\'\n\tprecision\x18\x01 \x01(\x0e\x32\x14.plexrl.v1.Precision\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\r\x12\x1a\n\x12micro_batch_tokens\x18\x03 \x01(\r\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x17.plexrl.v1.LoraSettings\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x15\n\rkeep_versions\x18\x07 \x01(\r\"i\n\x12\x43omponentResidency\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.plexrl.v1.Tier\x12\r\n\x05\x64irty\x18\x03 \x01(\x08\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xa6\x04\n\x05Model\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.plexrl.v1.ModelState\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\"\n\x04role\x18\x06 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x07 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12%\n\x08\x61\x66\x66inity\x18\x08 \x01(\x0b\x32\x13.plexrl.v1.Affinity\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x17\n\x0fweights_version\x18\n \x01(\x04\x12\x18\n\x10\x61pplied_sequence\x18\x0b \x01(\x04\x12\x30\n\tresidency\x18\x0c \x03(\x0b\x32\x1d.plexrl.v1.ComponentResidency\x12\x17\n\x0fparameter_count\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x15\n\rhas_tokenizer\x18\x0f \x01(\x08\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rnext_sequence\x18\x11 \x01(\x04\x12&\n\tsnapshots\x18\x12 \x03(\x0b\x32\x13.plexrl.v1.Snapshot\x12\x12\n\nrecoveries\x18\x13 \x01(\x04\"\x84\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe1\x01\n\x12\x43reateModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\"\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x14.plexrl.v1.ModelBase\x12\"\n\x04role\x18\x05 \x01(\x0e\x32\x14.plexrl.v1.ModelRole\x12*\n\x08settings\x18\x06 \x01(\x0b\x32\x18.plexrl.v1.ModelSettings\x12%\n\x08\x61\x66\x66inity\x18\x07 \x01(\x0b\x32\x13.plexrl.v1.Affinity\"#\n\x0fGetModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"#\n\x11ListModelsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.plexrl.v1.Model\":\n\x12\x44\x65leteModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"=\n\x15ResumeSequenceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"/\n\x16ResumeSequenceResponse\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\"N\n\x0fTokenizeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\"8\n\x10TokenizeResponse\x12$\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x15.plexrl.v1.TokenBatch\"h\n\x11\x44\x65tokenizeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12$\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.plexrl.v1.TokenBatch\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"*\n\x16ListCheckpointsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"E\n\x17ListCheckpointsResponse\x12*\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x15.plexrl.v1.Checkpoint\"H\n\x17\x45xportCheckpointRequest\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x16\n\x0etraining_state\x18\x02 \x01(\x08\"7\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\t*\xde\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_CREATING\x10\x01\x12\x16\n\x12MODEL_STATE_PLACED\x10\x02\x12\x1a\n\x16MODEL_STATE_RECOVERING\x10\x03\x12\x1a\n\x16MODEL_STATE_STATE_LOST\x10\x04\x12\x18\n\x14MODEL_STATE_DELETING\x10\x05\x12\x17\n\x13MODEL_STATE_DELETED\x10\x06\x12\x16\n\x12MODEL_STATE_FAILED\x10\x07*X\n\tModelRole\x12\x1a\n\x16MODEL_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11MODEL_ROLE_POLICY\x10\x01\x12\x18\n\x14MODEL_ROLE_REFERENCE\x10\x02*U\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x16\n\x12PRECISION_BFLOAT16\x10\x02\x32\xb6\x05\n\x0cModelService\x12@\n\x0b\x43reateModel\x12\x1d.plexrl.v1.CreateModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12:\n\x08GetModel\x12\x1a.plexrl.v1.GetModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12K\n\nListModels\x12\x1c.plexrl.v1.ListModelsRequest\x1a\x1d.plexrl.v1.ListModelsResponse\"\x00\x12@\n\x0b\x44\x65leteModel\x12\x1d.plexrl.v1.DeleteModelRequest\x1a\x10.plexrl.v1.Model\"\x00\x12W\n\x0eResumeSequence\x12 .plexrl.v1.ResumeSequenceRequest\x1a!.plexrl.v1.ResumeSequenceResponse\"\x00\x12\x45\n\x08Tokenize\x12\x1a.plexrl.v1.TokenizeRequest\x1a\x1b.plexrl.v1.TokenizeResponse\"\x00\x12K\n\nDetokenize\x12\x1c.plexrl.v1.DetokenizeRequest\x1a\x1d.plexrl.v1.DetokenizeResponse\"\x00\x12Z\n\x0fListCheckpoints\x12!.plexrl.v1.ListCheckpointsRequest\x1a\".plexrl.v1.ListCheckpointsResponse\"\x00\x12P\n\x10\x45xportCheckpoint\x12\".plexrl.v1.ExportCheckpointRequest\x1a\x14.plexrl.v1.FileChunk\"\x00\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BUNDLEBASE_PAYLOADIDSENTRY']._loaded_options = None
   _globals['_BUNDLEBASE_PAYLOADIDSENTRY']._serialized_options = b'8\001'
-  _globals['_MODELSTATE']._serialized_start=2501
-  _globals['_MODELSTATE']._serialized_end=2723
-  _globals['_MODELROLE']._serialized_start=2725
-  _globals['_MODELROLE']._serialized_end=2813
-  _globals['_PRECISION']._serialized_start=2815
-  _globals['_PRECISION']._serialized_end=2900
+  _globals['_MODELSTATE']._serialized_start=2530
+  _globals['_MODELSTATE']._serialized_end=2752
+  _globals['_MODELROLE']._serialized_start=2754
+  _globals['_MODELROLE']._serialized_end=2842
+  _globals['_PRECISION']._serialized_start=2844
+  _globals['_PRECISION']._serialized_end=2929
   _globals['_INITBASE']._serialized_start=92
   _globals['_INITBASE']._serialized_end=137
   _globals['_BUNDLEBASE']._serialized_start=139
@@ -50,45 +50,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELBASE']._serialized_start=264
   _globals['_MODELBASE']._serialized_end=384
   _globals['_LORASETTINGS']._serialized_start=386
-  _globals['_LORASETTINGS']._serialized_end=414
-  _globals['_MODELSETTINGS']._serialized_start=417
-  _globals['_MODELSETTINGS']._serialized_end=646
-  _globals['_COMPONENTRESIDENCY']._serialized_start=648
-  _globals['_COMPONENTRESIDENCY']._serialized_end=753
-  _globals['_MODEL']._serialized_start=756
-  _globals['_MODEL']._serialized_end=1306
-  _globals['_SNAPSHOT']._serialized_start=1309
-  _globals['_SNAPSHOT']._serialized_end=1441
-  _globals['_CREATEMODELREQUEST']._serialized_start=1444
-  _globals['_CREATEMODELREQUEST']._serialized_end=1669
-  _globals['_GETMODELREQUEST']._serialized_start=1671
-  _globals['_GETMODELREQUEST']._serialized_end=1706
-  _globals['_LISTMODELSREQUEST']._serialized_start=1708
-  _globals['_LISTMODELSREQUEST']._serialized_end=1743
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1745
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1799
-  _globals['_DELETEMODELREQUEST']._serialized_start=1801
-  _globals['_DELETEMODELREQUEST']._serialized_end=1859
-  _globals['_RESUMESEQUENCEREQUEST']._serialized_start=1861
-  _globals['_RESUMESEQUENCEREQUEST']._serialized_end=1922
-  _globals['_RESUMESEQUENCERESPONSE']._serialized_start=1924
-  _globals['_RESUMESEQUENCERESPONSE']._serialized_end=1971
-  _globals['_TOKENIZEREQUEST']._serialized_start=1973
-  _globals['_TOKENIZEREQUEST']._serialized_end=2051
-  _globals['_TOKENIZERESPONSE']._serialized_start=2053
-  _globals['_TOKENIZERESPONSE']._serialized_end=2109
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2111
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2215
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2217
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2252
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=2254
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=2296
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=2298
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2367
-  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_start=2369
-  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_end=2441
-  _globals['_FILECHUNK']._serialized_start=2443
-  _globals['_FILECHUNK']._serialized_end=2498
-  _globals['_MODELSERVICE']._serialized_start=2903
-  _globals['_MODELSERVICE']._serialized_end=3597
+  _globals['_LORASETTINGS']._serialized_end=443
+  _globals['_MODELSETTINGS']._serialized_start=446
+  _globals['_MODELSETTINGS']._serialized_end=675
+  _globals['_COMPONENTRESIDENCY']._serialized_start=677
+  _globals['_COMPONENTRESIDENCY']._serialized_end=782
+  _globals['_MODEL']._serialized_start=785
+  _globals['_MODEL']._serialized_end=1335
+  _globals['_SNAPSHOT']._serialized_start=1338
+  _globals['_SNAPSHOT']._serialized_end=1470
+  _globals['_CREATEMODELREQUEST']._serialized_start=1473
+  _globals['_CREATEMODELREQUEST']._serialized_end=1698
+  _globals['_GETMODELREQUEST']._serialized_start=1700
+  _globals['_GETMODELREQUEST']._serialized_end=1735
+  _globals['_LISTMODELSREQUEST']._serialized_start=1737
+  _globals['_LISTMODELSREQUEST']._serialized_end=1772
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1774
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1828
+  _globals['_DELETEMODELREQUEST']._serialized_start=1830
+  _globals['_DELETEMODELREQUEST']._serialized_end=1888
+  _globals['_RESUMESEQUENCEREQUEST']._serialized_start=1890
+  _globals['_RESUMESEQUENCEREQUEST']._serialized_end=1951
+  _globals['_RESUMESEQUENCERESPONSE']._serialized_start=1953
+  _globals['_RESUMESEQUENCERESPONSE']._serialized_end=2000
+  _globals['_TOKENIZEREQUEST']._serialized_start=2002
+  _globals['_TOKENIZEREQUEST']._serialized_end=2080
+  _globals['_TOKENIZERESPONSE']._serialized_start=2082
+  _globals['_TOKENIZERESPONSE']._serialized_end=2138
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2140
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2244
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2246
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2281
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=2283
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=2325
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=2327
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2396
+  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_start=2398
+  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_end=2470
+  _globals['_FILECHUNK']._serialized_start=2472
+  _globals['_FILECHUNK']._serialized_end=2527
+  _globals['_MODELSERVICE']._serialized_start=2932
+  _globals['_MODELSERVICE']._serialized_end=3626
 # @@protoc_insertion_point(module_scope)

@@ -221,21 +221,32 @@ Global___ModelBase: _TypeAlias = ModelBase  # noqa: Y015
 
 @_typing.final
 class LoraSettings(_message.Message):
-    """Low-rank adaptation. Reserved: refused with UNSUPPORTED until it is offered."""
+    """Low-rank adaptation (LoRA): adapters beside every linear layer of the body are trained, the base stays as it is. Models
+    over one base that are alike in rank and alpha share one engine, and the base in it; only adapters move in a swap.
+    FAILED_PRECONDITION with NO_FEASIBLE_WORKER where no worker offers the rank.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Rank."""
+    """Rank of every adapter, at least 1."""
+    alpha: _builtins.float
+    """An adapter's output is scaled by alpha / rank; 0 means alpha = rank."""
+    seed: _builtins.int
+    """Seed of the first adapter. It changes nothing, whatever the seed: its second factor is zero."""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,7 +279,7 @@ class ModelSettings(_message.Message):
     """Versions of the rollout weights to keep; 0 and 1 mean the latest only, more is refused until offered."""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
-        """LoRA instead of full-parameter training."""
+        """LoRA instead of full-parameter training; unset trains all parameters."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class ModelServiceStub:
     the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
     FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
     PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
-    UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
+    UNIMPLEMENTED with UNSUPPORTED: gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]
     """Reads one model. NOT_FOUND."""
@@ -75,7 +75,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
     FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
     PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
-    UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
+    UNIMPLEMENTED with UNSUPPORTED: gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Reads one model. NOT_FOUND."""
@@ -113,7 +113,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         the build and fail with MODEL_NOT_ACTIVE and its message if that fails. INVALID_ARGUMENT: the base or a setting is not understood.
         FAILED_PRECONDITION with NO_FEASIBLE_WORKER: no registered worker can hold it; the message says what is missing. With
         PAYLOAD_NOT_FOUND: a file of the bundle is not stored (any more): upload it again.
-        UNIMPLEMENTED with UNSUPPORTED: LoRA, gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
+        UNIMPLEMENTED with UNSUPPORTED: gangs. ALREADY_EXISTS with REQUEST_ID_REUSED or MODEL_NAME_TAKEN.
         """
 
     @_abc_1.abstractmethod

@@ -123,7 +123,8 @@ def _check_load(spec: types_pb2.LoadCheckpointSpec) -> None:
 def check_settings(settings: model_pb2.ModelSettings) -> None:
     """Checks how a model wants to be run. Raises InvalidArgument, Unsupported."""
     if settings.HasField("lora"):
-        raise Unsupported("settings.lora: LoRA is not offered yet; leave it out for full-parameter training")
+        _in_range("settings.lora.rank", settings.lora.rank, 1, limits.MAX_LORA_RANK)
+        _finite("settings.lora.alpha", settings.lora.alpha, low=0.0, high=1e6)
     if settings.world_size > 1:
         raise Unsupported(f"settings.world_size: {settings.world_size}: gangs are not offered yet; leave it out")
     if settings.keep_versions > 1:

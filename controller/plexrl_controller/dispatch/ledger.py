@@ -39,12 +39,16 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.domain.states import CallState, IntervalKind
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
+from plexrl_controller.scheduling.estimates import Estimates
+from plexrl_controller.scheduling.fairness import Accounts
+from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
+MAX_REMEMBERED_DEMANDS = 4096
 
 
 @dataclass
@@ -69,10 +73,16 @@ class GroupState:
     slice_start: float = 0.0
     held_since: float | None = None
     on_device: set[ModelId] = field(default_factory=set)
+    prefetched: ModelId | None = None
+    """Ordered to be brought nearer to the device since the last load."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
+    served_at: dict[JobId, float] = field(default_factory=dict)
+    """When each job's last slice began."""
     resident_bytes: int = 0
+    estimates: Estimates = field(default_factory=Estimates)
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,8 @@ class JobFacts:
     idle_until: float | None = None
     mid_iteration: bool = False
     last_finish: float = 0.0
+    last_kind: CallKind | None = None
+    """Kind of the call that finished last."""
     wait_s: float = 0.0
     calls_succeeded: int = 0
 
@@ -129,7 +141,10 @@ class Ledger:
         """Calls of a model that are being accepted one after the other, each behind the write of its arguments."""
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
-        self.round_trip_s: dict[JobId, float] = {}
+        self.tenant_accounts = Accounts()
+        """Device seconds against quotas, over all groups."""
+        self.demands: OrderedDict[tuple[Tenant, str], Demand] = OrderedDict()
+        """What ended jobs asked of their groups, by tenant and name."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -195,9 +210,10 @@ class Ledger:
         return self.accounts.get(job_id, Account(job_id))
 
     def pending_version(self, model: Model) -> int:
-        """The newest version that is made or submitted."""
+        """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
-        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        end = model.failed_sequence or model.last_sequence + 1
+        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
         return max((*made, model.weights_version))
 
     def forget_call(self, call: Call) -> None:
@@ -206,7 +222,8 @@ class Ledger:
         self.calls_of_job.get(call.job_id, OrderedDict()).pop(call.call_id, None)
 
     def forget_job(self, job_id: JobId) -> None:
-        """Drops a terminal job and all that memory keeps for it."""
+        """Drops a terminal job and all that memory keeps for it, but for what it asked of its group."""
+        job = self.jobs.get(job_id)
         for call_id in list(self.calls_of_job.pop(job_id, ())):
             self.calls.pop(call_id, None)
         for model_id in list(self.models_of_job.pop(job_id, ())):
@@ -221,8 +238,24 @@ class Ledger:
                 self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
-        for by_job in (self.jobs, self.facts, self.accounts, self.round_trip_s):
+        for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        if job is not None:
+            self._remember_demand(job)
+        self.tenant_accounts.leave(job_id)
+        for group in self.groups.values():
+            group.estimates.forget(job_id)
+            group.accounts.leave(job_id)
+            group.served_at.pop(job_id, None)
+
+    def _remember_demand(self, job: Job) -> None:
+        """A job of the same tenant and name is likely to ask for the same."""
+        demands = [d for group in self.groups.values() if (d := group.estimates.demand(job.job_id)) is not None]
+        if demands:
+            self.demands[job.tenant, job.name] = max(demands, key=lambda d: d.busy_s)
+            self.demands.move_to_end((job.tenant, job.name))
+        while len(self.demands) > MAX_REMEMBERED_DEMANDS:
+            self.demands.popitem(last=False)
 
     def _put(self, record: Record) -> None:
         match record:
@@ -316,13 +349,12 @@ class Batch:
         """Adds a new record."""
         self.ledger._put(record)
         self._inserts[type(record), record_id(record)] = record
-        for machine in MACHINES.values():
-            if isinstance(record, machine[1]):
-                self._events.append(machine[0].created(record, self.now))
+        if (machine := MACHINES.get(type(record).__name__)) is not None:
+            self._events.append(machine.created(record, self.now))
 
     def transition(self, record: R, event: Enum, **changes: Any) -> R:
         """Applies an event of the record's machine. Raises StaleTransition."""
-        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__][0]
+        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__]
         applied = machine.apply(record, event, self.now, **changes)
         self._write(applied.record)
         self._events.append(applied.event)
@@ -388,11 +420,11 @@ class Batch:
         self._updates.append(record)
 
 
-MACHINES: dict[str, tuple[Machine[Any, Any, Any], type]] = {
-    "Job": (jobs.MACHINE, Job),
-    "Model": (models.MACHINE, Model),
-    "Call": (calls.MACHINE, Call),
-    "Worker": (workers.MACHINE, Worker),
+MACHINES: dict[str, Machine[Any, Any, Any]] = {
+    "Job": jobs.MACHINE,
+    "Model": models.MACHINE,
+    "Call": calls.MACHINE,
+    "Worker": workers.MACHINE,
 }
 
 

@@ -1,5 +1,6 @@
 """Models: creating and placing, deleting, resuming their sequences."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,8 +8,9 @@ from dataclasses import dataclass, replace
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import fail
-from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.jobs import Key, done_before, remember
+from plexrl_controller.dispatch.learning import known_demand
 from plexrl_controller.dispatch.views import cluster_view
 from plexrl_controller.domain.errors import (
     AlreadyExists,
@@ -23,8 +25,8 @@ from plexrl_controller.domain.records import Job, Model, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
-from plexrl_controller.scheduling.views import Requirements
+from plexrl_controller.scheduling.place import Blocker, GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.views import ClusterView, Demand, Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
     if len(live) >= limits.MAX_MODELS_PER_JOB:
         raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
-    worker_id = choose_worker(core, spec.base, spec.affinity)
+    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings, job=job)
     batch = core.batch()
     model = Model(
         model_id=ModelId(core.new_id()),
@@ -73,8 +75,9 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
     core.uploads.hold_base(model)
     batch.insert(model)
     remember(batch, key, model.model_id)
-    await core.commit(batch)
+    durable = core.post(batch)
     core.wake(worker_id)
+    await asyncio.shield(durable)
     return model
 
 
@@ -82,32 +85,65 @@ def choose_worker(
     core: Core,
     base: model_pb2.ModelBase,
     affinity: types_pb2.Affinity,
+    settings: model_pb2.ModelSettings,
     state_bytes: int = 0,
     may_take: Callable[[Worker], bool] = lambda _: True,
+    *,
+    job: Job | None = None,
 ) -> WorkerId:
-    """Places a model on a worker that `may_take` it.
+    """Places a model on a worker that `may_take` it: for a `job` that its tenant's quota allows, or wherever it was.
 
-    Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
+    Raises ResourceExhausted when the tenant's device seconds are used up, Unavailable when a worker may come,
+    FailedPrecondition when none can ever do.
     """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
+            lora_rank=settings.lora.rank,
             labels=dict(affinity.require),
             colocate=frozenset(ModelId(m) for m in affinity.colocate_model_ids),
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    view = cluster_view(core.ledger)
-    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
-    match place(replace(view, groups=taking), request, core.policy):
+    known = None
+    if job is not None:
+        request = replace(request, job_id=job.job_id, tenant=job.tenant, slowdown_target=job.slowdown_target)
+        known = known_demand(core.ledger, job)
+    match _place(core, request, may_take, known):
         case Placed() as placed:
             return placed.worker_id
+        case Refused(reason=reason, blocker=Blocker.QUOTA):
+            raise ResourceExhausted(f"the model is not placed: {reason}", reason="QUOTA_EXHAUSTED")
         case Refused(reason=reason, temporary=True):
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
             raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def _place(
+    core: Core, request: PlacementRequest, may_take: Callable[[Worker], bool], known: Demand | None
+) -> Placed | Refused:
+    """Where everybody's slowdown target is kept, if the job is known; else where there is memory; else on disk."""
+    outcome: Placed | Refused | None = None
+    if known is not None:
+        warm = replace(request, groups=tuple(replace(group, demand=known) for group in request.groups))
+        outcome = place(_taking(core, may_take), warm, core.policy)
+        if isinstance(outcome, Refused):
+            log.info("placed_beyond_targets", job=request.job_id, detail=outcome.reason)
+    if not isinstance(outcome, Placed):
+        outcome = place(_taking(core, may_take), request, core.policy)
+    if isinstance(outcome, Refused):
+        # Nowhere in host memory: then where the least recently used states may lie on disk.
+        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
+    return outcome
+
+
+def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:
+    view = cluster_view(core.ledger, core.clock.now(), with_disk=with_disk)
+    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
+    return replace(view, groups=taking)
 
 
 def architecture_of(base: model_pb2.ModelBase) -> str | None:
@@ -150,8 +186,10 @@ async def resume_sequence(core: Core, model: Model) -> int:
         raise FailedPrecondition(
             f"model {model.name} still runs calls of the sequence; wait for them, then resume", retry_after_s=0.2
         )
+    # Generates that wait for a version which will not be made now.
+    waiting = [core.ledger.calls[c] for c, version in index.generates.items() if version >= blocked_from]
     batch = core.batch()
-    for call in behind:
+    for call in (*behind, *(call for call in waiting if call.state is CallState.PENDING)):
         message = f"sequence {blocked_from} was given up by ResumeSequence"
         fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
     batch.update(model, failed_sequence=0, due_sequence=model.last_sequence + 1)

@@ -39,17 +39,20 @@ def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ..
 
 
 def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
-    if model.failed_sequence:
-        return []
+    expected_s: dict[CallKind, float | None] = {}
     found: list[ReadyCall] = []
     number, after = model.due_sequence, model.applied_sequence
     while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
         call = ledger.calls[call_id]
+        if number == model.failed_sequence:
+            break
         if call.state is CallState.PENDING:
             if call.kind.makes_version and _draining(ledger, call, index):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after_sequence=after))
+            if call.kind not in expected_s:
+                expected_s[call.kind] = _expected_s(ledger, model, call.kind)
+            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after, expected_s[call.kind]))
         elif call.state is CallState.CANCELLING:
             break
         if call.kind.makes_version:
@@ -59,6 +62,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 
 def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
+    expected_s = _expected_s(ledger, model, CallKind.GENERATE)
     found: list[ReadyCall] = []
     for call_id in index.pending_generates:
         if len(found) >= READY_LIMIT:
@@ -66,8 +70,14 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since))
+            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, expected_s))
     return found
+
+
+def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
+    """Estimated service of the model's calls of one kind."""
+    group = ledger.groups.get(model.worker_id) if model.worker_id is not None else None
+    return group.estimates.expected_s(model.job_id, kind) if group is not None else None
 
 
 def _draining(ledger: Ledger, sync: Call, index: ModelCalls) -> list[CallId]:

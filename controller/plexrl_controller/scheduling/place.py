@@ -281,6 +281,9 @@ class _Search:
         if request.catalogue is not None and request.catalogue not in hardware.catalogue:
             entries = ", ".join(sorted(hardware.catalogue)) or "no entry"
             return Blocker.CONSTRAINT, f"catalogue has {entries}, not {request.catalogue!r}"
+        if request.lora_rank > hardware.max_lora_rank:
+            most = f"up to {hardware.max_lora_rank}" if hardware.max_lora_rank else "none"
+            return Blocker.CONSTRAINT, f"offers LoRA ranks: {most}, not {request.lora_rank}"
         for key, value in sorted(request.labels.items()):
             if hardware.labels.get(key) != value:
                 return Blocker.CONSTRAINT, f"label {key}={hardware.labels.get(key, '(absent)')}, want {key}={value}"
@@ -298,9 +301,12 @@ class _Search:
 
     def _predict(self, group: PlacedGroupView) -> tuple[Prediction, _Misfit | None]:
         """How the members would fare, and what forbids it: a missed target, or swaps that eat the gain."""
-        demands = self._demands(group)
-        prediction = _expect(demands, self._policy, swapping=swaps(group, self._wanted.state_bytes))
-        return prediction, self._misses(group, demands, prediction)
+        demands, swapping = self._demands(group), swaps(group, self._wanted.state_bytes)
+        prediction = _expect(demands, self._policy, swapping=swapping, at_least=True)
+        if (misfit := self._misses(group, demands, prediction)) is None:
+            prediction = _expect(demands, self._policy, swapping=swapping)
+            misfit = self._misses(group, demands, prediction) or self._eats_gain(group, demands, prediction)
+        return prediction, misfit
 
     def _demands(self, group: PlacedGroupView) -> list[Demand]:
         """Of the members and the new one; what is unknown is assumed with care."""
@@ -317,6 +323,9 @@ class _Search:
             if total > targets[index] - self._policy.slowdown_margin:
                 who = f"member {group.members[index].job_id}" if index < len(group.members) else "the job"
                 return Blocker.SLOWDOWN, f"{who} would run {total:.2f} times slower, its target is {targets[index]:g}"
+        return None
+
+    def _eats_gain(self, group: PlacedGroupView, demands: Sequence[Demand], prediction: Prediction) -> _Misfit | None:
         before = _expect(demands[:-1], self._policy, swapping=swaps(group, 0)).work
         if prediction.work < before + self._policy.min_gain:
             return (
@@ -405,10 +414,11 @@ def predict_group(group: PlacedGroupView, policy: Policy) -> Prediction:
     return _expect([m.demand for m in group.members if m.demand is not None], policy, swapping=swaps(group, 0))
 
 
-def _expect(demands: Sequence[Demand], policy: Policy, *, swapping: bool) -> Prediction:
+def _expect(demands: Sequence[Demand], policy: Policy, *, swapping: bool, at_least: bool = False) -> Prediction:
     return predict(
         demands,
         swapping=swapping,
         correct_variation=policy.correct_variation,
         chunk_s=policy.chunk_s if policy.chunking else inf,
+        at_least=at_least,
     )

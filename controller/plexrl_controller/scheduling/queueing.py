@@ -34,18 +34,24 @@ class Prediction:
 
 
 def predict(
-    demands: Sequence[Demand], *, swapping: bool, correct_variation: bool = True, chunk_s: float = inf
+    demands: Sequence[Demand],
+    *,
+    swapping: bool,
+    correct_variation: bool = True,
+    chunk_s: float = inf,
+    at_least: bool = False,
 ) -> Prediction:
     """Predicts slowdowns of members that share a group.
 
     `swapping`: their states do not fit the device together, so every stall costs the group the stall itself or a round
     trip of swaps, whichever is less. `correct_variation`: regular members wait less than exponential ones do.
-    `chunk_s`: after that much work a call yields to others.
+    `chunk_s`: after that much work a call yields to others. `at_least`: bounds from below instead, for n^3 steps.
     """
     swapping = swapping and len(demands) > 1
     busy_s = [d.busy_s + (d.visits * min(_stall_s(d), d.round_trip_s) if swapping else 0.0) for d in demands]
     away_s = [_away_s(d, swapping) for d in demands]
-    responses = mva(busy_s, away_s, [b / d.visits for b, d in zip(busy_s, demands, strict=True)], chunk_s)
+    visit_s = [b / d.visits for b, d in zip(busy_s, demands, strict=True)]
+    responses = mva_at_least(busy_s, away_s, visit_s, chunk_s) if at_least else mva(busy_s, away_s, visit_s, chunk_s)
     # With no waiting but for what is asked beyond the capacity, everyone is stretched alike.
     stretch = max(1.0, sum([b / (b + z) for b, z in zip(busy_s, away_s, strict=True)]))
     waits, slowdowns = [], []
@@ -77,13 +83,7 @@ def mva(
     [1.5, 1.5]
     """
     count = len(busy_s)
-    if visit_s is None:
-        costs = [[own] * count for own in busy_s]
-    else:
-        costs = [
-            [own / visit * min(other, max(visit, chunk_s)) if visit > 0.0 else 0.0 for other in visit_s]
-            for own, visit in zip(busy_s, visit_s, strict=True)
-        ]
+    costs = [[own] * count for own in busy_s] if visit_s is None else _costs(busy_s, visit_s, chunk_s)
     if count > EXACT_LIMIT:
         return _schweitzer(busy_s, away_s, costs)
     queues: list[list[float]] = [[0.0] * count]
@@ -96,6 +96,39 @@ def mva(
         queues.append(queue)
     everyone = (1 << count) - 1
     return [busy_s[j] + sum(map(mul, queues[everyone ^ 1 << j], costs[j])) for j in range(count)]
+
+
+def mva_at_least(
+    busy_s: Sequence[float], away_s: Sequence[float], visit_s: Sequence[float], chunk_s: float = inf
+) -> list[float]:
+    """Less than `mva` says, for n^3 steps: an arrival finds at least those who would be there with nobody else's help.
+
+    Queues only grow with the members. So the queue of i that j finds is at least what i's own work makes, lengthened by
+    waiting for the others' work alone.
+    """
+    costs = _costs(busy_s, visit_s, chunk_s)
+    members = range(len(busy_s))
+    alone = [b / (b + z) if b > 0.0 else 0.0 for b, z in zip(busy_s, away_s, strict=True)]
+    lengthened = [
+        b + sum(map(mul, alone, row)) - alone[i] * row[i] for i, (b, row) in enumerate(zip(busy_s, costs, strict=True))
+    ]
+    responses = []
+    for j in members:
+        response = busy_s[j]
+        for i in members:
+            if i != j:
+                longer = lengthened[i] - alone[j] * costs[i][j]
+                response += costs[j][i] * (longer / (away_s[i] + longer) if longer > 0.0 else 0.0)
+        responses.append(response)
+    return responses
+
+
+def _costs(busy_s: Sequence[float], visit_s: Sequence[float], chunk_s: float) -> list[list[float]]:
+    """Seconds per iteration that j waits for each unit of i's queue, in row j."""
+    return [
+        [own / visit * min(other, max(visit, chunk_s)) if visit > 0.0 else 0.0 for other in visit_s]
+        for own, visit in zip(busy_s, visit_s, strict=True)
+    ]
 
 
 def _schweitzer(busy_s: Sequence[float], away_s: Sequence[float], costs: Sequence[Sequence[float]]) -> list[float]:

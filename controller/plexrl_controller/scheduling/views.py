@@ -79,6 +79,8 @@ class JobView:
     """Its tenant has used up its device seconds: it is served when nobody within quota waits, or when it starves."""
     last_served: float = 0.0
     """When its last slice on this group began; 0 before the first."""
+    weight: float = 1.0
+    """Share weight of the job."""
 
     @property
     def ready(self) -> tuple[ReadyCall, ...]:
@@ -153,6 +155,7 @@ class Requirements:
     architecture: str | None = None
     """Hugging Face architecture name, where the base tells it."""
     catalogue: str | None = None
+    lora_rank: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     colocate: frozenset[ModelId] = frozenset()
     avoid: frozenset[ModelId] = frozenset()
@@ -190,6 +193,7 @@ class Hardware:
     labels: Mapping[str, str] = field(default_factory=dict)
     architectures: frozenset[str] = frozenset()
     catalogue: frozenset[str] = frozenset()
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.05
-_MAX_QUEUED_REQUESTS = 256
+# While requests are queued, responses wait for each other so long, or until there are so many bytes of them.
+_TOGETHER_S = 0.002
+_TOGETHER_BYTES = 1 << 18
 
 log = logging.getLogger("plexrl.engine")
 
@@ -60,19 +62,22 @@ FACTORIES: dict[str, EngineFactory] = {"vllm": start_vllm, "fake": start_fake}
 # What another deployment can do while the main thread computes.
 BESIDE = frozenset({"declare", "attach_host", "detach_host", "preload"})
 
-_Requests = queue.Queue[tuple[e.EngineRequest, int | None]]
+_Requests = queue.SimpleQueue[tuple[e.EngineRequest, int | None]]
 
 
 class RequestControl:
-    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames."""
+    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames, of which a
+    short request sends none.
+    """
 
     def __init__(self, child: "Child", request_id: int) -> None:
         self._child = child
         self._request_id = request_id
-        self._next_frame_s = 0.0
+        self._next_frame_s = time.monotonic() + _PROGRESS_INTERVAL_S
 
     def aborted(self) -> bool:
         """Whether the daemon asked to end this request."""
+        self._child.send_late()
         return self._child.is_aborted(self._request_id)
 
     def progress(self, done: int, total: int) -> None:
@@ -93,12 +98,15 @@ class Child:
         self._directory = directory
         self._factory = factory
         self._engine: port.Engine | None = None
-        self._requests: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
-        self._moves: _Requests = queue.Queue(_MAX_QUEUED_REQUESTS)
+        # Bounded by the daemon, which has so many calls in flight at most.
+        self._requests: _Requests = queue.SimpleQueue()
+        self._moves: _Requests = queue.SimpleQueue()
         self._aborted: set[int] = set()
         self._newest_id = 0
         self._lock = threading.Lock()
         self._sending = threading.Lock()
+        self._unsent = bytearray()
+        self._unsent_since_s = 0.0
 
     def run(self) -> None:
         """Serves until the socket closes; does not return."""
@@ -109,17 +117,37 @@ class Child:
     def _serve(self, requests: _Requests) -> None:
         while True:
             request, descriptor = requests.get()
+            start_unix_ns = time.time_ns()
             response = self._answer(request, descriptor)
             response.request_id = request.request_id
-            with self._lock:
-                self._aborted.discard(request.request_id)
-            self.send(response)
+            response.start_unix_ns, response.end_unix_ns = start_unix_ns, time.time_ns()
+            if self._aborted:
+                with self._lock:
+                    self._aborted.discard(request.request_id)
+            self.send(response, more_follows=not requests.empty())
 
-    def send(self, response: e.EngineResponse) -> None:
-        """Sends a frame; ends the process when the daemon is gone."""
-        try:
+    def send(self, response: e.EngineResponse, *, more_follows: bool = False) -> None:
+        """Sends a frame, or keeps it for a moment when another follows; ends the process when the daemon is gone."""
+        frame = frames.framed(response.SerializeToString())
+        with self._sending:
+            now_s = time.monotonic()
+            if not self._unsent:
+                self._unsent_since_s = now_s
+            self._unsent += frame
+            late = now_s - self._unsent_since_s > _TOGETHER_S or len(self._unsent) > _TOGETHER_BYTES
+            if late or not more_follows:
+                self._flush()
+
+    def send_late(self) -> None:
+        """Sends what has been kept for its moment: a running function calls this between its steps."""
+        if self._unsent and time.monotonic() - self._unsent_since_s > _TOGETHER_S:
             with self._sending:
-                frames.send(self._sock, response.SerializeToString())
+                self._flush()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, bytearray()
+        try:
+            self._sock.sendall(unsent)
         except OSError:
             os._exit(0)
 
@@ -131,13 +159,15 @@ class Child:
     def _read(self) -> None:
         """Takes frames until the daemon closes the socket, then ends the process, whatever the main thread does."""
         try:
+            reader = frames.Reader(self._sock)
             while True:
-                payload, descriptor = frames.receive(self._sock)
-                request = e.EngineRequest.FromString(payload)
-                if request.WhichOneof("function") == "abort_request_id":
+                request = e.EngineRequest.FromString(reader.receive())
+                function = request.WhichOneof("function")
+                descriptor = reader.descriptors.popleft() if function == "attach_host" else None
+                if function == "abort_request_id":
                     with self._lock:
                         self._aborted.add(request.abort_request_id)
-                elif request.WhichOneof("function") in BESIDE:
+                elif function in BESIDE:
                     self._moves.put((request, descriptor))
                 else:
                     self._requests.put((request, descriptor))

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _MAX_CALLS_IN_FLIGHT = 128
 _READ_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 18
 
 ProgressListener = Callable[[int, int], None]
 
@@ -42,8 +43,11 @@ class EngineCall(Generic[T]):
         self.request_id = request_id
         self.done_units = 0
         self.total_units = 0
+        self.start_unix_ns = 0
+        """When it began to run in the child; 0 until it has ended."""
+        self.end_unix_ns = 0
         self.on_progress: ProgressListener | None = None
-        self._process = process
+        self.process = process
         self._unpack = unpack
         self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # A call that nobody awaits any more must not log "exception was never retrieved" when its engine dies.
@@ -60,7 +64,7 @@ class EngineCall(Generic[T]):
     def abort(self) -> None:
         """Asks the child to end it at its next step with Aborted; it may still succeed if it was about to."""
         if not self._outcome.done():
-            self._process._send(e.EngineRequest(abort_request_id=self.request_id))
+            self.process._send(e.EngineRequest(abort_request_id=self.request_id))
 
     def _advance(self, progress: e.EngineProgress) -> None:
         self.done_units, self.total_units = progress.done, progress.total
@@ -70,6 +74,7 @@ class EngineCall(Generic[T]):
     def _finish(self, response: e.EngineResponse) -> None:
         if self._outcome.done():
             return
+        self.start_unix_ns, self.end_unix_ns = response.start_unix_ns, response.end_unix_ns
         if response.WhichOneof("event") == "failure":
             self._outcome.set_exception(error_of(response.failure.reason, response.failure.message))
         else:
@@ -337,11 +342,16 @@ class EngineProcess:
         try:
             while True:
                 payload, descriptor = await self._outgoing.get()
-                head = frames.header(payload)
-                if descriptor is None:
-                    await loop.sock_sendall(self._sock, head + payload)
-                else:
-                    await self._send_descriptor(head, descriptor)
+                together = bytearray()
+                while descriptor is None:
+                    together += frames.framed(payload)
+                    if self._outgoing.empty() or len(together) > _WRITE_BYTES:
+                        break
+                    payload, descriptor = self._outgoing.get_nowait()
+                if together:
+                    await loop.sock_sendall(self._sock, together)
+                if descriptor is not None:
+                    await self._send_descriptor(frames.header(payload), descriptor)
                     await loop.sock_sendall(self._sock, payload)
         except OSError:
             self._signal_kill()
@@ -373,13 +383,16 @@ class EngineProcess:
             while data := await loop.sock_recv(self._sock, _READ_BYTES):
                 self._last_frame_s = time.monotonic()
                 buffer += data
-                while len(buffer) >= frames.HEADER.size:
-                    end = frames.HEADER.size + frames.payload_bytes(bytes(buffer[: frames.HEADER.size]))
+                start = 0
+                while len(buffer) - start >= frames.HEADER.size:
+                    body = start + frames.HEADER.size
+                    end = body + frames.payload_bytes(bytes(buffer[start:body]))
                     if len(buffer) < end:
                         break
-                    response = e.EngineResponse.FromString(bytes(buffer[frames.HEADER.size : end]))
-                    del buffer[:end]
+                    response = e.EngineResponse.FromString(bytes(memoryview(buffer)[body:end]))
+                    start = end
                     self._hear(response)
+                del buffer[:start]
         except OSError:
             pass
         if not self._closing:

@@ -61,7 +61,26 @@ def settings(message: e.EngineStartRequest) -> port.EngineSettings:
         max_running_sequences=message.max_running_sequences,
         max_batched_tokens=message.max_batched_tokens,
         threads=message.threads,
+        lora=_lora(message.lora) if message.HasField("lora") else None,
     )
+
+
+def _lora(message: e.EngineLora) -> port.LoraSettings:
+    match message.WhichOneof("base"):
+        case "seed":
+            return port.LoraSettings(message.rank, message.alpha, port.InitBase(message.seed))
+        case "directory":
+            return port.LoraSettings(message.rank, message.alpha, port.DirectoryBase(message.directory))
+        case _:
+            raise InvalidArgument("lora: base is not set")
+
+
+def _lora_message(value: port.LoraSettings) -> e.EngineLora:
+    match value.base:
+        case port.InitBase(seed):
+            return e.EngineLora(rank=value.rank, alpha=value.alpha, seed=seed)
+        case port.DirectoryBase(path):
+            return e.EngineLora(rank=value.rank, alpha=value.alpha, directory=path)
 
 
 def start_request(value: port.EngineSettings) -> e.EngineStartRequest:
@@ -74,6 +93,7 @@ def start_request(value: port.EngineSettings) -> e.EngineStartRequest:
         max_running_sequences=value.max_running_sequences,
         max_batched_tokens=value.max_batched_tokens,
         threads=value.threads,
+        lora=None if value.lora is None else _lora_message(value.lora),
     )
 
 
@@ -89,6 +109,7 @@ def deployment_settings(message: e.DeclareRequest) -> port.DeploymentSettings:
         micro_batch_tokens=message.micro_batch_tokens,
         activation_checkpointing=message.activation_checkpointing,
         tokenizer_file=message.tokenizer_file or None,
+        adapter_seed=message.adapter_seed,
     )
 
 
@@ -99,6 +120,7 @@ def declare_request(value: port.DeploymentSettings) -> e.DeclareRequest:
         micro_batch_tokens=value.micro_batch_tokens,
         activation_checkpointing=value.activation_checkpointing,
         tokenizer_file=value.tokenizer_file or "",
+        adapter_seed=value.adapter_seed,
     )
 
 

@@ -10,6 +10,7 @@ from plexrl_worker.engine.errors import InvalidArgument
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import ByteArray, Component, DeploymentSettings, ParkedComponent
 from plexrl_worker.engine.trainer import Trainer
+from plexrl_worker.engine.weight_slot import RolloutContent
 
 
 @dataclass
@@ -52,6 +53,10 @@ class Deployment:
         """Adam's first and second moment, flat float32."""
         first, second = self.regions[Component.OPTIMIZER].pieces[0].view(torch.float32).chunk(2)
         return first[: self._element_count], second[: self._element_count]
+
+    def rollout_content(self) -> RolloutContent:
+        """What is in the generator's slot while this deployment owns it."""
+        return RolloutContent(self.ledger.deployment_id, self.ledger.rollout_version, self.content_key)
 
     def place(self, component: Component) -> ByteArray:
         """A component's bytes in the host image. Raises InvalidArgument while there is no image."""

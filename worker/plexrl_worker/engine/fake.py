@@ -82,6 +82,8 @@ class FakeEngine:
             raise InvalidArgument(f"config_json is not a model configuration: {error!r}") from error
         if settings.precision is not Precision.FLOAT32:
             raise Unsupported("the fake engine computes in float32 only")
+        if settings.lora is not None:
+            raise Unsupported("settings.lora: the fake engine has no adapters")
         self._settings = settings
         self._faults = Faults(config.get("plexrl_fake", []))
         self._deployments: dict[str, FakeDeployment] = {}

@@ -5,9 +5,11 @@ descriptor, if it has one, travels with the length. Blocking ends for the child;
 import array
 import socket
 import struct
+from collections import deque
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
+_READ_BYTES, _LARGE_READ_BYTES = 1 << 16, 1 << 22
 
 
 class Closed(Exception):
@@ -29,27 +31,45 @@ def payload_bytes(head: bytes) -> int:
     return int(size)
 
 
-def send(sock: socket.socket, payload: bytes) -> None:
-    """Sends a frame without a file descriptor."""
-    sock.sendall(header(payload) + payload)
+def framed(payload: bytes) -> bytes:
+    """A payload behind its length."""
+    return header(payload) + payload
 
 
-def receive(sock: socket.socket) -> tuple[bytes, int | None]:
-    """The next frame and its file descriptor, which the caller owns. Raises Closed."""
-    head, descriptor = b"", None
-    while len(head) < HEADER.size:
-        data, ancillary, _flags, _address = sock.recvmsg(HEADER.size - len(head), socket.CMSG_LEN(4))
-        if not data:
-            raise Closed
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptor = array.array("i", content[:4])[0]
-        head += data
-    payload = bytearray(payload_bytes(head))
-    view = memoryview(payload)
-    while view:
-        count = sock.recv_into(view)
-        if not count:
-            raise Closed
-        view = view[count:]
-    return bytes(payload), descriptor
+class Reader:
+    """Takes frames off a blocking socket, as many as come at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.descriptors: deque[int] = deque()
+        """Those that came with the frames so far, in their order; whoever takes one owns it."""
+        self._sock = sock
+        self._buffer = bytearray()
+        self._start = 0
+
+    def receive(self) -> bytes:
+        """The next frame. Raises Closed."""
+        self._fill(HEADER.size)
+        size = payload_bytes(bytes(self._buffer[self._start : self._start + HEADER.size]))
+        self._start += HEADER.size
+        self._fill(size)
+        payload = bytes(memoryview(self._buffer)[self._start : self._start + size])
+        self._start += size
+        if self._start == len(self._buffer):
+            self._buffer.clear()
+            self._start = 0
+        return payload
+
+    def _fill(self, size: int) -> None:
+        """Reads until `size` bytes are there."""
+        if len(self._buffer) - self._start < size and self._start:
+            del self._buffer[: self._start]
+            self._start = 0
+        while len(self._buffer) < self._start + size:
+            wanted = max(_READ_BYTES, min(self._start + size - len(self._buffer), _LARGE_READ_BYTES))
+            data, ancillary, _flags, _address = self._sock.recvmsg(wanted, socket.CMSG_LEN(4))
+            if not data:
+                raise Closed
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    self.descriptors.append(array.array("i", content[:4])[0])
+            self._buffer += data

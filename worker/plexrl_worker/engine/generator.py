@@ -2,30 +2,31 @@
 
 The step loop is ours, in process; vLLM's schedulers, kernels and KV cache are used as they are. This is the only
 module that touches vLLM, and where it reaches for what vLLM does not publish it says so ("private"). Knows no
-deployments: a caller names the weights that are in the slot by a `content_key`, which salts the prefix cache.
+deployments: a caller names the content of the slot, and its key salts the prefix cache.
 """
 
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from plexrl_worker.engine import weight_plan
-from plexrl_worker.engine.device import Device, Region, drop_pages, padded
+from plexrl_worker.engine import lora
+from plexrl_worker.engine.device import Device, drop_pages
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Unsupported
 from plexrl_worker.engine.port import (
     Control,
@@ -33,20 +34,21 @@ from plexrl_worker.engine.port import (
     FinishReason,
     Float32Array,
     Generation,
+    LoraSettings,
     Precision,
     SamplingParams,
     TokenBatch,
 )
 from plexrl_worker.engine.seeds import completion_seed
+from plexrl_worker.engine.weight_slot import AdapterSlot, FullSlot, RolloutContent, WeightSlot
 
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
-_ALIGNMENT_BYTES = 64
 # A stop string is looked for in the text of this many tokens more than it has characters.
 _STOP_MARGIN_TOKENS = 8
 
 
 class Generator:
-    """vLLM on one device. `slot_pieces` is the memory of its weights, `slot_bytes` their size."""
+    """vLLM on one device. `slot` is the memory of its weights, or with LoRA of its adapter."""
 
     def __init__(
         self,
@@ -55,54 +57,25 @@ class Generator:
         shapes: Mapping[str, torch.Size],
         device: Device,
         directory: Path | None = None,
+        base_directory: Path | None = None,
     ) -> None:
         self.dtype = _DTYPES[settings.precision]
         self._device = device
         self._directory = tempfile.TemporaryDirectory(prefix="plexrl-engine-", dir=directory)
         self._max_model_tokens = _model_tokens(settings, max_sequence_tokens)
-        self._engine = self._start(settings)
+        self._lora = settings.lora
+        self._engine = self._start(settings, shapes, base_directory)
         model = self._model()
         if ".models.transformers" in type(model).__module__:
             # That backend rewrites transformers' classes in place, and the trainer runs the same classes.
             raise Unsupported(
                 "vLLM has no implementation of its own for this architecture, only its Transformers backend"
             )
-        self._parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-        for name, parameter in self._parameters.items():
-            if parameter.numel() == 0 or not parameter.is_contiguous() or parameter.dtype != self.dtype:
-                raise Unsupported(f"the generator keeps {name} in a packed form, which cannot be updated in place")
-        with set_current_vllm_config(self._engine.vllm_config):
-            self.segments = weight_plan.derive(self._parameters, shapes, model.load_weights)
-        self._region: Region | None = None
-        if device.kind == "cpu":
-            self._relocate(model)
-        pieces = self.slot_pieces
-        self.slot_bytes = sum(piece.numel() for piece in pieces)
-
-    @property
-    def slot_pieces(self) -> list[torch.Tensor]:
-        """The weights' memory: flat uint8 tensors, in a fixed order. Only while the device is held."""
-        if self._region is not None:
-            return list(self._region.pieces)
-        return [parameter.view(-1).view(torch.uint8) for parameter in self._parameters.values()]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slot by Hugging Face names: flat views, a tied tensor once."""
-        seen: set[str] = set()
-        for segment in self.segments:
-            if segment.tensor not in seen:
-                seen.add(segment.tensor)
-                yield segment.tensor, self._view(segment)
-
-    def fill(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Copies tensors, by Hugging Face names, into the slot, in the generator's format."""
-        for segment in self.segments:
-            self._view(segment).copy_(sources[segment.tensor].reshape(-1))
-
-    def release_slot(self) -> None:
-        """Gives the slot's memory back where that is possible while the device is held; the content is lost."""
-        if self._region is not None:
-            self._region.release()
+        self.slot: WeightSlot
+        if settings.lora is None:
+            self.slot = FullSlot(self._engine, model, shapes, device, self.dtype)
+        else:
+            self.slot = AdapterSlot(self._engine, settings.lora, shapes, device, self.dtype, Path(self._directory.name))
 
     def acquire_device(self) -> None:
         """Counterpart of release_device; weights and KV cache have no content yet."""
@@ -113,11 +86,11 @@ class Generator:
         """Frees the slot's and the KV cache's memory."""
         if not self._engine.reset_prefix_cache():
             raise EngineError("the generator still has running requests")
+        self.slot.release()
         if self._device.kind == "cuda":
-            self._engine.sleep(level=2)
+            # The weights come anew through the slot; a base under adapters is kept in host memory.
+            self._engine.sleep(level=2 if self._lora is None else 1)
             return
-        if self._region is not None:
-            self._region.release()
         for tensor in self._kv_caches():
             drop_pages(tensor)
 
@@ -125,8 +98,7 @@ class Generator:
         self,
         prompts: TokenBatch,
         params: SamplingParams,
-        weights_version: int,
-        content_key: str,
+        content: RolloutContent,
         tokenizer: Tokenizer | None,
         control: Control,
     ) -> Generation:
@@ -135,12 +107,13 @@ class Generator:
             raise InvalidArgument("stop strings need a tokenizer, and the model's base has none: use stop_token_ids")
         finished: dict[str, tuple[list[int], list[float], FinishReason]] = {}
         total = int(prompts.lengths.size) * params.n
+        adapter = self.slot.adapter(content)
         with self._requests() as request_ids:
             for prompt_index, prompt in enumerate(_split(prompts)):
                 for completion_index in range(params.n):
                     request_id = str(prompt_index * params.n + completion_index)
                     seed = completion_seed(params.seed, prompt_index, completion_index)
-                    self._add(request_id, prompt, _vllm_params(params, seed), content_key)
+                    self._add(request_id, prompt, _vllm_params(params, seed), content, adapter)
                     request_ids.append(request_id)
             for output in self._steps(control, lambda: (len(finished), total)):
                 completion = output.outputs[0]
@@ -160,10 +133,10 @@ class Generator:
             lengths=np.array([len(ids) for ids, _, _ in completions], np.int32),
             logprobs=np.array(logprobs, np.float32),
             finish_reasons=tuple(reason for _, _, reason in completions),
-            weights_version=weights_version,
+            weights_version=content.version,
         )
 
-    def score(self, batch: TokenBatch, content_key: str, control: Control) -> Float32Array:
+    def score(self, batch: TokenBatch, content: RolloutContent, control: Control) -> Float32Array:
         """Log-probability of each token under the slot's weights: float32 [N], 0 for the first of each sequence."""
         if int(batch.lengths.max()) >= self._max_model_tokens:
             limit = self._max_model_tokens - 1
@@ -175,10 +148,11 @@ class Generator:
         )
         sampling.output_kind = RequestOutputKind.FINAL_ONLY
         sequences = _split(batch)
+        adapter = self.slot.adapter(content)
         scores: dict[str, list[float]] = {}
         with self._requests() as request_ids:
             for index, sequence in enumerate(sequences):
-                self._add(str(index), sequence, sampling.clone(), content_key)
+                self._add(str(index), sequence, sampling.clone(), content, adapter)
                 request_ids.append(str(index))
             for output in self._steps(control, lambda: (len(scores), len(sequences))):
                 if output.finished and output.prompt_logprobs is not None:
@@ -190,17 +164,22 @@ class Generator:
         """Ends the engine."""
         self._directory.cleanup()
 
-    def _start(self, settings: EngineSettings) -> LLMEngine:
+    def _start(self, settings: EngineSettings, shapes: Iterable[str], base_directory: Path | None) -> LLMEngine:
         if self._device.kind == "cpu":
             _check_head_size(settings.config_json)
         config_file = Path(self._directory.name) / "config.json"
         config_file.write_text(settings.config_json)
         on_cpu = self._device.kind == "cpu"
         arguments = EngineArgs(
-            model=self._directory.name,
+            model=self._directory.name if base_directory is None else str(base_directory),
             skip_tokenizer_init=True,
-            # Weights come through the slot; only their memory is wanted here.
-            load_format="dummy",
+            # Weights come through the slot, and only their memory is wanted here; a base under adapters is read.
+            load_format="dummy" if base_directory is None else "safetensors",
+            enable_lora=settings.lora is not None,
+            max_loras=1,
+            max_lora_rank=_offered_rank(settings.lora),
+            # Without it vLLM wraps the output layer too, and its CPU kernel fails on the logits of prompts.
+            lora_target_modules=None if settings.lora is None else lora.layer_names(shapes),
             generation_config="vllm",
             dtype=settings.precision.value,
             max_model_len=self._max_model_tokens,
@@ -230,27 +209,16 @@ class Generator:
         caches: list[torch.Tensor] = self._engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
         return caches
 
-    def _relocate(self, model: Any) -> None:
-        """Moves the parameters into one region, so that they move and are released as one."""
-        places, offset = {}, 0
-        for name, parameter in self._parameters.items():
-            places[name] = offset
-            size_bytes = parameter.numel() * parameter.element_size()
-            offset += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._region = self._device.region(padded(offset))
-        self._region.take()
-        memory = self._region.pieces[0]
-        for name, parameter in model.named_parameters():
-            old = self._parameters[name]
-            size_bytes = old.numel() * old.element_size()
-            parameter.data = memory[places[name] : places[name] + size_bytes].view(self.dtype).view(old.shape)
-            self._parameters[name] = parameter.data
-
-    def _view(self, segment: weight_plan.Segment) -> torch.Tensor:
-        return self._parameters[segment.parameter].view(-1)[segment.start : segment.start + segment.count]
-
-    def _add(self, request_id: str, prompt: list[int], sampling: VllmSamplingParams, content_key: str) -> None:
-        self._engine.add_request(request_id, tokens_input(prompt, cache_salt=content_key), sampling)
+    def _add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: VllmSamplingParams,
+        content: RolloutContent,
+        adapter: LoRARequest | None,
+    ) -> None:
+        prompt_input = tokens_input(prompt, cache_salt=content.key)
+        self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter)
 
     @contextlib.contextmanager
     def _requests(self) -> Iterator[list[str]]:
@@ -271,6 +239,16 @@ class Generator:
                 assert isinstance(output, RequestOutput)
                 yield output
             control.progress(*progress())
+
+
+def _offered_rank(settings: LoraSettings | None) -> MaxLoRARanks:
+    """The least rank of vLLM's that holds the adapters. Raises Unsupported."""
+    offered: tuple[MaxLoRARanks, ...] = get_args(MaxLoRARanks)
+    wanted = 1 if settings is None else settings.rank
+    for rank in offered:
+        if rank >= wanted:
+            return rank
+    raise Unsupported(f"LoRA rank {wanted}: the generator takes ranks up to {max(offered)}")
 
 
 def _check_head_size(config_json: str) -> None:

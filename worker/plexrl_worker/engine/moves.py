@@ -47,7 +47,7 @@ class StateMover:
     def fill_slot(self, deployment: Deployment, weights: Mapping[str, torch.Tensor] | None) -> None:
         """Puts weights, by their Hugging Face names, into the generator; None: they are there already."""
         if weights is not None:
-            self._generator.fill(weights)
+            self._generator.slot.fill(weights)
         self._own_slot(deployment)
         deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
 
@@ -131,7 +131,7 @@ class StateMover:
         """Gives a component's memory back; its content is lost."""
         if component is Component.ROLLOUT_WEIGHTS:
             self._slot_owner = None
-            self._generator.release_slot()
+            self._generator.slot.release()
         else:
             self._trainer.unbind()
             deployment.regions[component].release()
@@ -202,7 +202,7 @@ class StateMover:
         if copy.component is Component.ROLLOUT_WEIGHTS:
             assert preloaded.slot is not None
             source = preloaded.slot.pieces[0]
-            for piece in self._generator.slot_pieces:
+            for piece in self._generator.slot.pieces:
                 piece.copy_(source[: piece.numel()])
                 source = source[piece.numel() :]
             preloaded.slot.release()
@@ -231,7 +231,7 @@ class StateMover:
 
     def _pieces(self, deployment: Deployment, component: Component) -> list[torch.Tensor]:
         if component is Component.ROLLOUT_WEIGHTS:
-            return self._generator.slot_pieces
+            return list(self._generator.slot.pieces)
         return list(deployment.regions[component].pieces)
 
     def _own_slot(self, deployment: Deployment) -> None:

@@ -42,6 +42,9 @@ TESTED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3ForCausalLM",
 )
 
+MAX_LORA_RANK = 512
+"""The highest that vLLM takes."""
+
 ALL_COMPONENTS: frozenset[Component] = frozenset(Component)
 TRAIN_COMPONENTS: frozenset[Component] = ALL_COMPONENTS - {Component.ROLLOUT_WEIGHTS}
 
@@ -72,38 +75,6 @@ class LossName(StrEnum):
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """What makes an engine: two deployments share one exactly when these are equal.
-
-    config_json: a Hugging Face config.json. max_sequence_tokens: longest prompt and completion together, 0 for the
-    config's. threads: compute threads, fixed for the life of the engine (results are bit-equal only for equal counts).
-    """
-
-    config_json: str
-    precision: Precision = Precision.FLOAT32
-    max_sequence_tokens: int = 0
-    kv_cache_bytes: int = 64 << 20
-    max_running_sequences: int = 512
-    max_batched_tokens: int = 8192
-    threads: int = 2
-
-
-@dataclass(frozen=True)
-class DeploymentSettings:
-    """How one deployment is run.
-
-    trainable: False for a reference, which has no gradients and no optimizer. micro_batch_tokens: most tokens, padding
-    included, in one forward pass of the trainer (a longer single sequence still runs alone). tokenizer_file: a
-    tokenizer.json, needed for stop strings only.
-    """
-
-    trainable: bool = True
-    micro_batch_tokens: int = 8192
-    activation_checkpointing: bool = False
-    tokenizer_file: str | None = None
-
-
-@dataclass(frozen=True)
 class InitBase:
     """Random first weights, as the architecture initialises them, from a seed."""
 
@@ -118,6 +89,54 @@ class DirectoryBase:
 
 
 Base = InitBase | DirectoryBase
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters instead of full-parameter training; a deployment's state is its adapter.
+
+    rank: of every adapter. alpha: an adapter's output is scaled by alpha / rank. base: the frozen weights under them,
+    which the engine holds once for all its deployments.
+    """
+
+    rank: int
+    alpha: float
+    base: Base
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What makes an engine: two deployments share one exactly when these are equal.
+
+    config_json: a Hugging Face config.json. max_sequence_tokens: longest prompt and completion together, 0 for the
+    config's. threads: compute threads, fixed for the life of the engine (results are bit-equal only for equal counts).
+    lora: None for full-parameter training.
+    """
+
+    config_json: str
+    precision: Precision = Precision.FLOAT32
+    max_sequence_tokens: int = 0
+    kv_cache_bytes: int = 64 << 20
+    max_running_sequences: int = 512
+    max_batched_tokens: int = 8192
+    threads: int = 2
+    lora: LoraSettings | None = None
+
+
+@dataclass(frozen=True)
+class DeploymentSettings:
+    """How one deployment is run.
+
+    trainable: False for a reference, which has no gradients and no optimizer. micro_batch_tokens: most tokens, padding
+    included, in one forward pass of the trainer (a longer single sequence still runs alone). tokenizer_file: a
+    tokenizer.json, needed for stop strings only. adapter_seed: of a LoRA deployment's first adapter.
+    """
+
+    trainable: bool = True
+    micro_batch_tokens: int = 8192
+    activation_checkpointing: bool = False
+    tokenizer_file: str | None = None
+    adapter_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -368,6 +387,7 @@ class Engine(Protocol):
     def initialize(self, deployment_id: str, base: Base, rollout_version: int, control: Control) -> DeploymentState:
         """Makes the state the base's, all components on the device: step 0, rollout weights equal to the base's.
 
+        With LoRA the state is a first adapter, which changes nothing, and the base must be the engine's.
         Raises InvalidArgument when a directory's weights do not fit the architecture, SlotOccupied.
         """
         ...

@@ -5,7 +5,7 @@ neither vLLM nor residency nor versions: what it is given is on the device.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from plexrl_worker.engine import losses
+from plexrl_worker.engine import lora, losses
 from plexrl_worker.engine.errors import Aborted, NonFinite, OutOfMemory, Unsupported
 from plexrl_worker.engine.port import (
     AdamWParams,
     Control,
     DeploymentSettings,
     Float32Array,
+    LoraSettings,
     LossBatch,
     LossName,
     LossParams,
@@ -65,14 +66,33 @@ class MicroBatch:
 
 
 class Trainer:
-    """Computes on bound memory. Flat tensors are float32 [element_count] on the device."""
+    """Computes on bound memory. Flat tensors are float32 [element_count] on the device.
 
-    def __init__(self, config: PretrainedConfig, precision: Precision, device: torch.device) -> None:
+    `parameters` are those that are trained: all of them, or with LoRA the adapters'. `base_parameters` are the rest, by
+    the architecture's names; `hold_base` brings them, and until then nothing runs.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        precision: Precision,
+        device: torch.device,
+        adapters: LoraSettings | None = None,
+    ) -> None:
         self._config = config
         self._precision = precision
         self._device = device
+        self._adapters = adapters
         self._model = _meta_model(config)
-        self.parameters = tuple(_lay_out(self._model))
+        if adapters is not None:
+            lora.inject(self._model, adapters)
+        named = [(name, parameter.shape) for name, parameter in self._model.named_parameters()]
+        trained = [(name, shape) for name, shape in named if adapters is None or lora.is_adapter(name)]
+        frozen = [(name, shape) for name, shape in named if adapters is not None and not lora.is_adapter(name)]
+        self.parameters = tuple(_lay_out(trained))
+        self.base_parameters = tuple(_lay_out((lora.base_name(name), shape) for name, shape in frozen))
+        self._frozen_names = [name for name, _ in frozen]
+        self._base: torch.Tensor | None = None
         _make_bindable(self._model, device)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
@@ -80,15 +100,41 @@ class Trainer:
         self.parameter_count = sum(view.shape.numel() for view in self.parameters)
         last = self.parameters[-1]
         self.element_count = _aligned(last.start + last.shape.numel())
+        if adapters is None:
+            self._check_head()
+
+    def hold_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes copies of the base parameters, in the compute format, for the trainer's life (LoRA)."""
+        last = self.base_parameters[-1]
+        dtype = torch.bfloat16 if self._precision is Precision.BFLOAT16 else torch.float32
+        self._base = torch.zeros(last.start + last.shape.numel(), dtype=dtype, device=self._device)
+        for view in self.base_parameters:
+            view.of(self._base).copy_(tensors[view.name])
+        self._bind_base()
         self._check_head()
 
-    def random_weights(self, seed: int, flat: torch.Tensor) -> None:
-        """Fills flat memory with weights as the architecture initialises them."""
+    def base_to(self, device: torch.device) -> None:
+        """Moves the base parameters off the device, to release it, or back."""
+        if self._base is not None and self._base.device != device:
+            self._base = self._base.to(device)
+            self._bind_base()
+
+    def initial_weights(self, seed: int) -> dict[str, torch.Tensor]:
+        """All of the architecture's parameters, by name, as it initialises them."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def random_weights(self, seed: int, flat: torch.Tensor) -> None:
+        """Fills flat memory with first weights: the architecture's, or an adapter's."""
         flat.zero_()
-        self.copy_weights(dict(model.named_parameters()), flat)
+        if self._adapters is None:
+            self.copy_weights(self.initial_weights(seed), flat)
+            return
+        draws = torch.Generator().manual_seed(seed)
+        for view in self.parameters:
+            view.of(flat).copy_(lora.first_weights(view.name, view.shape, draws))
 
     def copy_weights(self, tensors: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
         """Copies tensors, by the architecture's names, into flat memory."""
@@ -108,10 +154,17 @@ class Trainer:
                 parameter.grad = view.of(gradients)
 
     def unbind(self) -> None:
-        """Lets go of the memory, so that it can be released."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
-            parameter.data = torch.empty(0, device=self._device)
+        """Lets go of the bound memory, so that it can be released."""
+        own = dict(self._model.named_parameters())
+        for view in self.parameters:
+            own[view.name].grad = None
+            own[view.name].data = torch.empty(0, device=self._device)
+
+    def _bind_base(self) -> None:
+        assert self._base is not None
+        own = dict(self._model.named_parameters())
+        for name, view in zip(self._frozen_names, self.base_parameters, strict=True):
+            own[name].data = view.of(self._base)
 
     def score(self, batch: TokenBatch, settings: DeploymentSettings, control: Control) -> Float32Array:
         """Log-probability of each token: float32 [N], 0 for the first of each sequence."""
@@ -342,11 +395,11 @@ def _make_bindable(model: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = replacements.setdefault(id(parameter), empty)
 
 
-def _lay_out(model: nn.Module) -> Iterator[ParameterView]:
+def _lay_out(named: Iterable[tuple[str, torch.Size]]) -> Iterator[ParameterView]:
     start = 0
-    for name, parameter in model.named_parameters():
-        yield ParameterView(name, parameter.shape, start)
-        start += _aligned(parameter.numel())
+    for name, shape in named:
+        yield ParameterView(name, shape, start)
+        start += _aligned(shape.numel())
 
 
 def _aligned(elements: int) -> int:

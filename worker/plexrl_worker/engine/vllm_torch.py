@@ -3,7 +3,7 @@
 Owns residency and versions; leaves computing to `trainer` and `generator`, memory to `device`, files to `checkpoints`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from plexrl_worker.engine import checkpoints, losses, model_config
+from plexrl_worker.engine import checkpoints, lora, losses, model_config
 from plexrl_worker.engine.checks import check_adamw, check_sampling
 from plexrl_worker.engine.deployment import Deployment
 from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device
@@ -29,6 +29,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.generator import Generator
+from plexrl_worker.engine.lora_base import base_directory, check_adapters
 from plexrl_worker.engine.moves import StateMover
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
@@ -58,7 +59,7 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
-from plexrl_worker.engine.trainer import Trainer
+from plexrl_worker.engine.trainer import ParameterView, Trainer
 
 
 def start(settings: EngineSettings, directory: Path | None = None) -> "VllmTorchEngine":
@@ -93,9 +94,13 @@ class VllmTorchEngine:
             raise InvalidArgument(
                 f"max_sequence_tokens is {self._max_sequence_tokens}, the model has {limit} positions"
             )
-        self._trainer = Trainer(config, settings.precision, self._device.torch_device)
+        self._trainer = Trainer(config, settings.precision, self._device.torch_device, settings.lora)
         shapes = {view.name: view.shape for view in self._trainer.parameters}
-        self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device, directory)
+        weights = self._read_base(settings.lora.base, self._trainer.base_parameters) if settings.lora else None
+        with base_directory(settings, self._trainer, weights, directory) as base:
+            self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device, directory, base)
+        if settings.lora is not None:
+            check_adapters(settings, self._trainer, self._generator, self._device, int(config.vocab_size))
         self._threads = torch.get_num_threads()
         if self._threads != settings.threads:
             raise EngineError(f"torch runs {self._threads} threads, {settings.threads} were asked for")
@@ -123,7 +128,7 @@ class VllmTorchEngine:
         if known is None:
             if settings.micro_batch_tokens < 1:
                 raise InvalidArgument("micro_batch_tokens must be at least 1")
-            slot_bytes = self._generator.slot_bytes
+            slot_bytes = self._generator.slot.size_bytes
             known = Deployment(deployment_id, settings, self._trainer, slot_bytes, self._device)
             self._deployments[deployment_id] = known
         elif known.settings != settings:
@@ -134,14 +139,17 @@ class VllmTorchEngine:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "initialize")
         self._mover.claim_slot(deployment_id)
-        tensors = self._read_base(base) if isinstance(base, DirectoryBase) else None
+        if self._settings.lora is not None and base != self._settings.lora.base:
+            raise InvalidArgument(f"{deployment_id} is an adapter over another base than the engine's")
+        tensors = None if self._settings.lora else self._read_base(base, self._trainer.parameters)
         self._mover.take(deployment)
         flat = deployment.flat(Component.TRAIN_WEIGHTS)
-        match base:
-            case InitBase(seed):
-                self._trainer.random_weights(seed, flat)
-            case DirectoryBase():
-                self._trainer.copy_weights(tensors or {}, flat)
+        if tensors is not None:
+            self._trainer.copy_weights(tensors, flat)
+        elif isinstance(base, InitBase) and self._settings.lora is None:
+            self._trainer.random_weights(base.seed, flat)
+        else:
+            self._trainer.random_weights(deployment.settings.adapter_seed, flat)
         self._mover.fill_slot(deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
         deployment.ledger.write(Component.TRAIN_WEIGHTS)
         if deployment.settings.trainable:
@@ -199,6 +207,7 @@ class VllmTorchEngine:
     def acquire_device(self) -> None:
         """See port.Engine."""
         if not self._holds_device:
+            self._trainer.base_to(self._device.torch_device)
             self._generator.acquire_device()
             self._holds_device = True
 
@@ -212,6 +221,8 @@ class VllmTorchEngine:
             for deployment in list(self._deployments.values()):
                 self._mover.discard_preloaded(deployment)
             self._generator.release_device()
+            if self._device.kind == "cuda":
+                self._trainer.base_to(torch.device("cpu"))
             self._device.trim()
             self._holds_device = False
         return DeviceRelease(max(0, used_bytes - self._device.used_bytes()), self._device.held_bytes())
@@ -223,9 +234,7 @@ class VllmTorchEngine:
         deployment = self._rollout(deployment_id, weights_version, "generate")
         losses.check_tokens(prompts, int(self._config.vocab_size), self._max_sequence_tokens)
         check_sampling(params, prompts, self._max_sequence_tokens)
-        return self._generator.generate(
-            prompts, params, weights_version, deployment.content_key, deployment.tokenizer, control
-        )
+        return self._generator.generate(prompts, params, deployment.rollout_content(), deployment.tokenizer, control)
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""
@@ -241,7 +250,7 @@ class VllmTorchEngine:
         """See port.Engine."""
         deployment = self._rollout(deployment_id, weights_version, "score_rollout")
         losses.check_tokens(batch, int(self._config.vocab_size), self._max_sequence_tokens)
-        return self._generator.score(batch, deployment.content_key, control)
+        return self._generator.score(batch, deployment.rollout_content(), control)
 
     def forward_backward(
         self, deployment_id: str, batch: LossBatch, loss: LossName, params: LossParams, control: Control
@@ -295,8 +304,11 @@ class VllmTorchEngine:
         weights = self._named(deployment.flat(Component.TRAIN_WEIGHTS))
         (path / checkpoints.CONFIG_FILE).write_text(self._settings.config_json)
         checkpoints.copy_tokenizer(deployment.settings.tokenizer_file, path)
-        _save(weights, path / checkpoints.WEIGHTS_FILE)
-        rollout = dict(self._generator.tensors())
+        if self._settings.lora is None:
+            _save(weights, path / checkpoints.WEIGHTS_FILE)
+        else:
+            lora.write(path, weights, self._settings.lora)
+        rollout = dict(self._generator.slot.tensors())
         if any(not torch.equal(rollout[name], weights[name].view(-1).to(rollout[name])) for name in weights):
             _save({name: rollout[name].view(weights[name].shape) for name in weights}, path / checkpoints.ROLLOUT_FILE)
         if deployment.settings.trainable:
@@ -328,13 +340,16 @@ class VllmTorchEngine:
             raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
         self._mover.take(deployment)
         ledger = deployment.ledger
-        weights = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
+        if self._settings.lora is None:
+            weights = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
+        else:
+            weights = lora.model_names(load_file(manifest.directory / lora.WEIGHTS_FILE))
         self._trainer.copy_weights(weights, deployment.flat(Component.TRAIN_WEIGHTS))
         ledger.write(Component.TRAIN_WEIGHTS)
         if trainable:
             self._load_training(deployment, manifest)
         if checkpoints.ROLLOUT_FILE in manifest.files:
-            self._generator.fill(load_file(manifest.directory / checkpoints.ROLLOUT_FILE))
+            self._generator.slot.fill(load_file(manifest.directory / checkpoints.ROLLOUT_FILE))
         from_training = checkpoints.ROLLOUT_FILE not in manifest.files
         self._mover.fill_slot(
             deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)) if from_training else None
@@ -363,8 +378,10 @@ class VllmTorchEngine:
             gradients.zero_()
             deployment.ledger.write(Component.GRADIENTS, zero=True)
 
-    def _read_base(self, base: DirectoryBase) -> dict[str, torch.Tensor]:
-        """A directory's tensors. Raises InvalidArgument unless they are this architecture's."""
+    def _read_base(self, base: Base, wanted: Sequence[ParameterView]) -> dict[str, torch.Tensor] | None:
+        """A directory's tensors, None for another base. Raises InvalidArgument unless they are this architecture's."""
+        if not isinstance(base, DirectoryBase):
+            return None
         directory = Path(base.path)
         try:
             stated = (directory / checkpoints.CONFIG_FILE).read_text()
@@ -374,7 +391,7 @@ class VllmTorchEngine:
                 tensors |= load_file(file)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise InvalidArgument(f"{directory}: cannot read its weights: {error}") from error
-        for view in self._trainer.parameters:
+        for view in wanted:
             if view.name not in tensors:
                 raise InvalidArgument(f"{directory}: has no tensor {view.name}, which the architecture needs")
             if tensors[view.name].shape != view.shape:
@@ -386,12 +403,14 @@ class VllmTorchEngine:
         return {view.name: view.of(flat) for view in self._trainer.parameters}
 
     def _conditions(self) -> dict[str, str]:
+        lora_settings = self._settings.lora
         return {
             "engine": "vllm_torch",
             "config_sha256": model_config.sha256(self._settings.config_json),
             "precision": self._settings.precision.value,
             "device_kind": self._device.kind,
             "threads": str(self._threads),
+            **({} if lora_settings is None else {"lora": f"rank {lora_settings.rank}, alpha {lora_settings.alpha:g}"}),
         }
 
     def _deployment(self, deployment_id: str) -> Deployment:

@@ -1,0 +1,143 @@
+"""Adapters over one frozen base on the real engine: the engine's whole suite, and what only adapters can show."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from plexrl_worker.engine import port
+from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, Unsupported
+from tests.e2e.test_engine_vllm import QWEN3
+from tests.support.engine_conformance import EngineConformance
+from tests.support.engine_subjects import (
+    AGREEMENT,
+    ImageMaker,
+    Model,
+    Patient,
+    loss_batch,
+    random_batch,
+    train_a_little,
+)
+from tests.support.remote_engine import RemoteEngine
+
+BASE = port.InitBase(7)
+
+
+def start(rank: int = 4, base: port.Base = BASE, config: dict[str, object] = QWEN3) -> RemoteEngine:
+    lora = port.LoraSettings(rank, 2.0 * rank, base)
+    return RemoteEngine("vllm", port.EngineSettings(json.dumps(config), kv_cache_bytes=32 << 20, lora=lora))
+
+
+@pytest.fixture(scope="module")
+def adapters() -> Iterator[RemoteEngine]:
+    engine = start()
+    yield engine
+    engine.close()
+
+
+class TestLora(EngineConformance):
+    """The suite, with an adapter's state in the place of a model's."""
+
+    # An adapter's base is the engine's: another, or a directory, is for another engine (below).
+    test_a_checkpoint_serves_as_a_base = None  # type: ignore[assignment]
+    test_a_directory_without_weights_is_no_base = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def engine(self, adapters: RemoteEngine) -> port.Engine:
+        return adapters
+
+    @pytest.fixture
+    def make_image(self, adapters: RemoteEngine) -> ImageMaker:
+        return adapters.image
+
+    @pytest.fixture
+    def make_model(self, engine: port.Engine, make_image: ImageMaker) -> Iterator[Callable[..., Model]]:
+        """Adapters that differ from their first step on: the second factor of each begins at zero."""
+        names: list[str] = []
+
+        def make(
+            seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64, name: str = ""
+        ) -> Model:
+            names.append(name or f"model-{len(names)}")
+            settings = port.DeploymentSettings(trainable, micro_batch_tokens, adapter_seed=abs((seed or 7) - 7))
+            layout = engine.declare(names[-1], settings)
+            model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
+            engine.attach_host(model.name, model.image)
+            if seed is not None:
+                engine.initialize(model.name, BASE, 0, Patient())
+            return model
+
+        yield make
+        for name in names:
+            engine.drop(name)
+
+    def test_a_first_adapter_changes_nothing_and_a_step_does(self, make_model: Callable[..., Model]) -> None:
+        model, batch = make_model(), random_batch(1)
+        plain = model.score(batch)
+        np.testing.assert_allclose(model.score_rollout(batch), plain, atol=AGREEMENT)
+        train_a_little(model)
+        assert np.abs(model.score(batch) - plain).max() > 0.01
+        np.testing.assert_allclose(model.score_rollout(batch), model.score(batch), atol=AGREEMENT)
+
+    def test_only_the_adapter_is_state(self, make_model: Callable[..., Model]) -> None:
+        layers, hidden, heads, kv_heads, head, inner, rank = 2, 64, 4, 2, 32, 128, 4
+        wide = [(hidden, heads * head), (hidden, kv_heads * head), (hidden, kv_heads * head), (heads * head, hidden)]
+        wide += [(hidden, inner), (hidden, inner), (inner, hidden)]
+        assert make_model().layout.parameter_count == layers * rank * sum(i + o for i, o in wide)
+
+    def test_versions_never_mix(self, make_model: Callable[..., Model]) -> None:
+        """G06, G07: the same prompts at two versions, with the prefix cache on, match each version's trainer."""
+        model, batch = make_model(), random_batch(2)
+        for _ in range(3):
+            model.generate(batch)
+            train_a_little(model, steps=1)
+            np.testing.assert_allclose(model.score_rollout(batch), model.score(batch), atol=AGREEMENT)
+
+    def test_a_checkpoint_opens_as_a_peft_adapter(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
+        model = make_model()
+        train_a_little(model)
+        model.save(tmp_path / "saved")
+        config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+        assert {"q_proj", "down_proj"} <= set(config["target_modules"])
+        names = set(load_file(tmp_path / "saved" / "adapter_model.safetensors"))
+        assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+        assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+    def test_another_base_is_refused(self, engine: port.Engine) -> None:
+        engine.declare("stranger", port.DeploymentSettings())
+        with pytest.raises(InvalidArgument, match="another base"):
+            engine.initialize("stranger", port.InitBase(8), 0, Patient())
+        engine.drop("stranger")
+
+
+def test_a_directory_base_and_another_rank(tmp_path: Path) -> None:
+    """Over a saved full-parameter model: its scores are the first adapter's, its checkpoints fit rank 4 only."""
+    full = RemoteEngine("vllm", port.EngineSettings(json.dumps(QWEN3), kv_cache_bytes=32 << 20))
+    layout = full.declare("full", port.DeploymentSettings())
+    model = Model(full, "full", layout, full.image(layout.host_bytes))
+    full.attach_host("full", model.image)
+    full.initialize("full", port.InitBase(3), 0, Patient())
+    model.train(loss_batch(1))
+    model.step()
+    expected = model.score(random_batch(5))
+    model.save(tmp_path / "base")
+    full.close()
+    engine = start(rank=12, base=port.DirectoryBase(str(tmp_path / "base")))
+    layout = engine.declare("adapter", port.DeploymentSettings(adapter_seed=5))
+    adapter = Model(engine, "adapter", layout, engine.image(layout.host_bytes))
+    engine.attach_host("adapter", adapter.image)
+    engine.initialize("adapter", port.DirectoryBase(str(tmp_path / "base")), 0, Patient())
+    np.testing.assert_allclose(adapter.score(random_batch(5)), expected, atol=AGREEMENT)
+    np.testing.assert_allclose(adapter.score_rollout(random_batch(5)), expected, atol=AGREEMENT)
+    with pytest.raises(CheckpointMismatch):
+        engine.load("adapter", str(tmp_path / "base"), None, Patient())
+    engine.close()
+
+
+def test_a_rank_above_the_generators_is_refused() -> None:
+    with pytest.raises(Unsupported, match="rank 600"):
+        start(rank=600)
