@@ -115,7 +115,7 @@ class History:
             del self.worker.disk[found[which % len(found)].copy_id]
 
     def intact(self, point: Any) -> bool:
-        return self.worker.disk[point.copy_id].manifest == point.manifest_sha256
+        return bool(self.worker.disk[point.copy_id].manifest == point.manifest_sha256)
 
     async def die(self) -> None:
         self.worker.die()
