@@ -85,12 +85,36 @@ bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 3
 	@$(BIN)/python -m benchmarks.snapshots --out out/bench-snapshots
 
 .PHONY: bench
-bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
+bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: load
+load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among them; heartbeats and other jobs keep their time
+	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
+
+.PHONY: plexbench
+plexbench: $(INSTALLED) ## the scheduler beside its baselines, in simulation: tables and checks (3 minutes)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench
+
+.PHONY: plexbench-docs
+plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
+
+.PHONY: plexbench-full
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
+
+.PHONY: bench-swap
+bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: soak
+soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
+	@$(BIN)/python -m benchmarks.soak --out out/soak
 
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)

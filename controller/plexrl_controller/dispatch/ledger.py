@@ -234,8 +234,6 @@ class Ledger:
                 self.misfits, self.deaths_in_replay, self.snapshotting,
             ):  # fmt: skip
                 index.pop(model_id, None)
-            if not self.arriving.get(model_id):
-                self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for by_job in (self.jobs, self.facts, self.accounts):

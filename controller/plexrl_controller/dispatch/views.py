@@ -48,6 +48,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 last_used=group.used_at.get(model_id, 0.0),
                 moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
+                load_s=_round_trip_s(group.estimates.round_trip_s(model.job_id)) / 2,
             )
         )
     jobs = []
