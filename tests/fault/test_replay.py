@@ -43,7 +43,7 @@ def local(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def test_a_run_is_bit_equal_whatever_dies_under_it(local: LocalCluster, tmp_path: Path) -> None:
     """Daemon, daemon, engine, daemon: rewards, losses, weights, moments and gradients are the same."""
-    killer = Killer(local, "worker-0", count=4, seed=3, span_s=1.0)
+    killer = Killer(local, "worker-0", count=4, seed=3, span_s=0.5)
     steps = 0
 
     def more(step: int) -> bool:

@@ -128,10 +128,19 @@ class Killer(threading.Thread):
     def run(self) -> None:
         try:
             for number in range(self._count):
-                time.sleep(self._draws.uniform(0.2, self._span_s))
+                self._wait_for_work(self._draws.randrange(3, 30))
+                time.sleep(self._draws.uniform(0.0, self._span_s))
                 self._kill(engine_alone=number % 3 == 2)
         except BaseException as error:  # noqa: BLE001 - told to the test's thread
             self.failure = error
+
+    def _wait_for_work(self, calls: int) -> None:
+        """Until so many more calls are applied."""
+        assert self.model is not None
+        before, deadline = self.model._describe().applied_sequence, time.monotonic() + WAIT_S
+        while self.model._describe().applied_sequence < before + calls:
+            assert time.monotonic() < deadline, "the run stands still"
+            time.sleep(0.02)
 
     def _kill(self, *, engine_alone: bool) -> None:
         assert self.model is not None
