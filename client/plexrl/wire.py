@@ -25,7 +25,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-# A server that is not told otherwise ends a connection whose idle peer pings it as often as the options above have it do.
+# A server that is not told otherwise ends a connection whose idle peer pings as often as the options above say.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
