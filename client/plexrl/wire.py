@@ -27,6 +27,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A server takes pings on a quiet connection for an attack unless it expects them as often as they come.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 )
+# A server that is not told otherwise ends a connection whose idle peer pings as often as the options above say.
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
 
 _DTYPES = {t.DTYPE_INT32: np.dtype("<i4"), t.DTYPE_FLOAT32: np.dtype("<f4")}
 _WIRE_DTYPES = {"int32": t.DTYPE_INT32, "float32": t.DTYPE_FLOAT32}
