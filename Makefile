@@ -76,6 +76,14 @@ format: $(INSTALLED) ## put the code in the house format
 proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
 
+.PHONY: kills
+kills: $(INSTALLED) ## kill -9 the worker 20 times under one training run on the real engine; what each cost (15 minutes)
+	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s --timeout 3600 tests/e2e/test_replay.py
+
+.PHONY: bench-snapshots
+bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 30 s cost a training run (15 minutes)
+	@$(BIN)/python -m benchmarks.snapshots --out out/bench-snapshots
+
 .PHONY: bench
 bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench
@@ -87,6 +95,18 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
+
+.PHONY: plexbench
+plexbench: $(INSTALLED) ## the scheduler beside its baselines, in simulation: tables and checks (3 minutes)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench
+
+.PHONY: plexbench-docs
+plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
+
+.PHONY: plexbench-full
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
 
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
