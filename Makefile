@@ -76,6 +76,14 @@ format: $(INSTALLED) ## put the code in the house format
 proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
 
+.PHONY: kills
+kills: $(INSTALLED) ## kill -9 the worker 20 times under one training run on the real engine; what each cost (15 minutes)
+	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s --timeout 3600 tests/e2e/test_replay.py
+
+.PHONY: bench-snapshots
+bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 30 s cost a training run (15 minutes)
+	@$(BIN)/python -m benchmarks.snapshots --out out/bench-snapshots
+
 .PHONY: bench
 bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench

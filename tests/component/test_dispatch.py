@@ -139,6 +139,21 @@ async def test_models_beyond_the_host_tier_go_where_a_disk_tier_takes_them() -> 
         assert refused.value.reason == "NO_FEASIBLE_WORKER"
 
 
+async def test_a_prefetch_that_is_out_of_date_never_keeps_the_group_from_serving() -> None:
+    double = WorkerDouble(device_state_bytes=STATE_BYTES * 3 // 2)
+    double.capabilities.prefetch = True
+    async with running_leader(worker=double) as leader:
+        worker_id = await leader.join()
+        first, second = [await leader.model(await leader.job(name)) for name in ("a", "b")]
+        await leader.submit(first, specs.generate())
+        await leader.work()
+        # As after a report that came late: both cannot be there at once.
+        leader.core.ledger.groups[worker_id].prefetched = second.model_id
+        await leader.submit(first, specs.generate())
+        await leader.work()
+        assert len(double.executed) == 2
+
+
 @pytest.mark.parametrize("offered", [True, False])
 async def test_the_next_jobs_model_is_prefetched_once_while_another_runs(offered: bool) -> None:
     """Only by a worker that offers it."""

@@ -111,7 +111,7 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(clusters, requests, policies)
 def test_a_placed_job_keeps_gangs_memory_and_targets(
     view: ClusterView, request: PlacementRequest, policy: Policy

@@ -355,10 +355,8 @@ class OrderDesk:
         return w.OrderFinished()
 
     async def _prefetch(self, work: Work) -> w.OrderFinished:
-        try:
-            await self._host.prefetch(work.order.prefetch)
-        finally:
-            work.journal.touch(work.order.prefetch.model_id)
+        # Its report says nothing of residency: a swap of the same model may be on its way, and would be taken back.
+        await self._host.prefetch(work.order.prefetch)
         return w.OrderFinished()
 
     async def _snapshot(self, work: Work) -> w.OrderFinished:

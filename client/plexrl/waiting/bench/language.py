@@ -69,6 +69,7 @@ def run(out: Path, *, seeds: int, episodes: int, console: Console | None = None)
             role="reference",
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
         )
+        model.wait_until_placed()
         rows = live_together(model, sandbox, seeds, episodes, console)
     found = summary(rows)
     settings_told = {"model": example.CATALOGUE_NAME, "law": LAW, "seeds": seeds, "episodes": episodes}

@@ -229,12 +229,12 @@ class ClusterServer:
             while not self._closing:
                 wake.clear()
                 if lines := watch.read(EVENTS_PER_WRITE):
-                    await response.write(b"".join(lines))
-                    continue
-                if watch.lag:
+                    await response.write(lines)
                     continue
                 if watch.ended or loop.time() >= deadline_s:
                     break
+                if watch.lag:
+                    continue
                 if watch.bookmarks and loop.time() >= bookmark_s:
                     bookmark_s = loop.time() + BOOKMARK_S
                     await response.write(watch.bookmark())
