@@ -140,7 +140,7 @@ def write_markdown(report: dict[str, Any], path: Path, command: str) -> None:
 
 def _parts(name: str, rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """T1 has a table for each trace."""
-    if not name.startswith("T1"):
+    if name not in ("T1", "T1 waits"):
         return [("", list(rows))]
     parts: dict[str, list[Row]] = {}
     for row in rows:
