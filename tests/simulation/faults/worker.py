@@ -425,8 +425,11 @@ class WorkerProcess:
             copy = self._copy_for(deploy, present)
             if isinstance(copy, str):
                 return _failed(code_pb2.DATA_LOSS, copy), []
-            held = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
-            self.models[deploy.model_id] = present = held
+            for call_id in [c for c, e in self.finished.items() if e.order.run_call.model_id == deploy.model_id]:
+                # They had their effect on the state that goes now.
+                del self.finished[call_id]
+            present = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
+            self.models[deploy.model_id] = present
         built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=present.applied)
         return worker_pb2.OrderFinished(deployed=built), [deploy.model_id]
 
@@ -534,7 +537,7 @@ class WorkerProcess:
         if function == "generate":
             if run.weights_version != held.version:
                 return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
-        elif run.sequence <= held.applied or not (run.after_sequence == held.applied or held.lost):
+        elif run.sequence <= held.applied or not _follows(run, held):
             return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
             return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
@@ -579,6 +582,11 @@ class WorkerProcess:
         source = run.spec.load_checkpoint.checkpoint_id
         held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
         held.lost, held.on_device = False, True
+
+
+def _follows(run: worker_pb2.RunCallOrder, held: Deployed) -> bool:
+    """A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first."""
+    return run.after_sequence == held.applied or (held.lost and run.after_sequence <= held.applied)
 
 
 def _result(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number: int) -> types_pb2.CallResult:
