@@ -10,58 +10,15 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 
 from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+from tests.simulation.faults.state import Copy, Made, Shared, State, digest
 
 STATE_BYTES = 1000
-DIGEST_BITS = 24
-
-
-def digest(*parts: object) -> int:
-    """A number below 2**24 (exact in float32) that depends on every part and their order."""
-    return int.from_bytes(sha256(repr(parts).encode()).digest()[: DIGEST_BITS // 8], "big")
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a snapshot of a model holds."""
-
-    train: int
-    rollout: int
-    step: int = 0
-
-    @staticmethod
-    def base(seed: int) -> "State":
-        """As created."""
-        first = digest("base", seed)
-        return State(first, first)
-
-    def after(self, function: str, spec: types_pb2.CallSpec) -> "State":
-        """What a function that succeeded makes of it. save and load are not here: they need more than the state."""
-        match function:
-            case "forward_backward":
-                return State(digest(self.train, spec.SerializeToString(deterministic=True)), self.rollout, self.step)
-            case "optim_step":
-                changed = digest(self.train, spec.SerializeToString(deterministic=True))
-                return State(changed, self.rollout, self.step + 1)
-            case "sync_weights":
-                return State(self.train, self.train, self.step)
-            case _:
-                return self
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A whole state at a moment."""
-
-    state: State
-    version: int
-    applied: int
 
 
 @dataclass
@@ -96,29 +53,6 @@ class Execution:
     begun: bool = False
     aborted: bool = False
     outcome: worker_pb2.OrderFinished | None = None
-
-
-@dataclass(frozen=True)
-class Made:
-    """Who made a result: for the checker."""
-
-    call_id: str
-    attempt: int
-    worker: str
-    worker_incarnation: int
-
-
-@dataclass
-class Shared:
-    """What outlives every process: the directories of checkpoints and snapshots, and the log of executions."""
-
-    checkpoints: dict[str, tuple[str, int, State]] = field(default_factory=dict)
-    snapshots: dict[str, tuple[str, Copy]] = field(default_factory=dict)
-    """By id: the manifest's hash and what is inside."""
-    made: list[Made] = field(default_factory=list)
-    last: dict[str, int] = field(default_factory=dict)
-    """By call: its last execution. A replay is the same computation, and says the same."""
-    replayed: set[int] = field(default_factory=set)
 
 
 class Refused(Exception):
