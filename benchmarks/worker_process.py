@@ -117,7 +117,7 @@ async def running(
                 stderr=output,
             )
         try:
-            await registry.until(lambda: bool(registry.synchronized))
+            await registry.until(lambda: bool(registry.synchronized), _ANSWER_LIMIT_S)
             async with aio.insecure_channel(registry.registered[-1].address) as channel:
                 orders = Orders(channel, registry.incarnation, limit_s=_ANSWER_LIMIT_S)
                 await orders.open()

@@ -8,7 +8,7 @@ from procrastinate import App, JobContext, PsycopgConnector
 app = App(connector=PsycopgConnector(conninfo=os.environ["BENCH_DATABASE"], min_size=2, max_size=8))
 
 
-@app.task(queue="bench", pass_context=True)
+@app.task(name="echo", queue="bench", pass_context=True)
 async def echo(context: JobContext, number: int, payload: str) -> None:
     """Tells whoever listens; procrastinate keeps no results."""
     await context.app.connector.execute_query_async("SELECT pg_notify('bench', %(number)s)", number=str(number))

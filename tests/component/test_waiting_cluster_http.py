@@ -17,8 +17,10 @@ from plexrl.waiting.cluster.access import new_access, write_kubeconfig
 from plexrl.waiting.cluster.http import BODY_LIMIT_BYTES, CLOCK_PATH, ClusterServer
 from plexrl.waiting.cluster.simulation import Simulation
 from plexrl.waiting.latency.kubeconfig import read_credentials
-from plexrl.waiting.latency.local import simulate
-from tests.support.kubernetes_cluster import pod
+from plexrl.waiting.latency.local import LocalLatency, simulate
+from plexrl.waiting.latency.presets import PRESETS
+from plexrl.waiting.latency.stages import StageEngine
+from tests.support.kubernetes_cluster import deployment, job, pod
 
 PODS = "/api/v1/namespaces/default/pods"
 MERGE = "application/merge-patch+json"
@@ -72,13 +74,19 @@ async def test_thousands_of_pods_and_a_hundred_watches() -> None:
 
 
 async def test_nothing_grows_with_what_comes_and_goes() -> None:
-    simulation = Simulation(seed=1, history_limit=200)
+    simulation = Simulation(seed=1, history_limit=20)
+    LocalLatency(simulation, StageEngine(PRESETS["image-pull"]))
     server = ClusterServer(simulation)
+    deployments, jobs = "/apis/apps/v1/namespaces/default/deployments", "/apis/batch/v1/namespaces/default/jobs"
 
     async def round_of_work() -> int:
-        for number in range(150):
-            simulation.call("POST", PODS, pod(f"pod-{number}"))
-        simulation.call("DELETE", PODS)
+        simulation.call("POST", deployments, deployment(replicas=20))
+        for number in range(10):
+            annotations = {"latency.plexrl.dev/exit-code": str(number % 2)}
+            simulation.call("POST", jobs, job(f"job-{number}", annotations, backoffLimit=0))
+        await server.advance(300)
+        simulation.call("DELETE", f"{deployments}/web")
+        simulation.call("DELETE", jobs)
         async with session.get(PODS, params={"watch": "true", "timeoutSeconds": "0"}) as response:
             await response.read()
         await server.advance(2 * 3600)
@@ -89,7 +97,11 @@ async def test_nothing_grows_with_what_comes_and_goes() -> None:
         sizes = [await round_of_work() for _ in range(6)]
         assert server.watches == 0
     assert simulation.next_due_s() is None
-    assert max(sizes[3:]) <= sizes[2] * 1.02, sizes
+    assert [len(simulation.call("GET", path)["items"]) for path in (PODS, deployments, jobs, "/api/v1/events")] == [
+        0
+    ] * 4
+    # A leak of one dict for each of the thirty pods of a round would show.
+    assert max(sizes[3:]) <= sizes[2] + 60, sizes
 
 
 async def test_a_watch_that_does_not_read_holds_nobody_up_and_loses_its_place() -> None:

@@ -38,6 +38,7 @@ from plexrl_controller.domain.records import (
     Snapshot,
     Token,
     Worker,
+    changed,
 )
 from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
@@ -361,7 +362,7 @@ class Batch:
 
     def update(self, record: R | Checkpoint | Snapshot | Token, **changes: Any) -> None:
         """Changes data beside the state."""
-        self._write(replace(record, revision=record.revision + 1, **changes))
+        self._write(changed(record, revision=record.revision + 1, **changes))
 
     def drop_arguments(self, call: Call) -> None:
         """Gives up the arguments of a call that will not be executed again."""
