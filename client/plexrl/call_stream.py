@@ -4,13 +4,16 @@ Submits that the server has not accepted are sent again with the same request_id
 acknowledged once their future has delivered them. Knows nothing of what the calls compute.
 """
 
+import asyncio
 import concurrent.futures
+import contextlib
+import itertools
 import logging
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 
@@ -26,6 +29,7 @@ from plexrl.wire import WireError
 log = logging.getLogger("plexrl")
 
 MAX_FRAME_MESSAGES = 256
+MAX_FRAME_ACKS = 1024
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 REMEMBERED_ACKS = 4096
 
@@ -50,6 +54,7 @@ class TrackedCall:
         self.kind = _kind_name(submit, call)
         self.cancelling = False
         self.abandoned = False
+        self.waiters: list[asyncio.Future[None]] = []
         self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
         # A future of concurrent.futures that is not "running" could be cancelled behind the server's back.
         self.outcome.set_running_or_notify_cancel()
@@ -70,6 +75,9 @@ class TrackedCall:
     @property
     def progress(self) -> tuple[int, int]:
         return (self.call.progress_done, self.call.progress_total) if self.call else (0, 0)
+
+    def wake(self, waiter: "asyncio.Future[None]") -> None:
+        self.stream.wake(self, waiter)
 
     def delivered(self) -> None:
         self.stream.acknowledge(self)
@@ -105,6 +113,11 @@ class CallStream:
         self._calls: OrderedDict[str, TrackedCall] = OrderedDict()
         self._counters: dict[str, SequenceCounter] = {}
         self._outbox: deque[c.ClientMessage] = deque()
+        self._acks: list[str] = []
+        self._sender_waits = False
+        self._to_wake: list[asyncio.Future[None]] = []
+        self._request_prefix = uuid.uuid4().hex[:20]
+        self._request_numbers = itertools.count(1)
         self._acked: OrderedDict[str, None] = OrderedDict()
         self._dropped: deque[TrackedCall] = deque()
         self._generation = 0
@@ -143,7 +156,8 @@ class CallStream:
         with self._lock:
             if self._ended:
                 raise _copy(self._ended)
-            request.request_id = uuid.uuid4().hex
+            # In one order for all calls of this client, so that they lie together in the controller's index.
+            request.request_id = f"{self._request_prefix}{next(self._request_numbers):012x}"
             if sequenced:
                 counter = self._counters[request.model_id]
                 if counter.hole is not None:
@@ -154,8 +168,16 @@ class CallStream:
                 request.sequence = counter.take()
             tracked = self._calls[request.request_id] = TrackedCall(self, request, None)
             self._outbox.append(c.ClientMessage(submit=request))
-            self._lock.notify_all()
+            self._wake_sender()
             return CallFuture(tracked, tracked.outcome)
+
+    def wake(self, tracked: TrackedCall, waiter: "asyncio.Future[None]") -> None:
+        """Resolves a future of the calling thread's loop once the call has its outcome."""
+        with self._lock:
+            if tracked.outcome.done():
+                waiter.set_result(None)
+            else:
+                tracked.waiters.append(waiter)
 
     def acknowledge(self, tracked: TrackedCall) -> None:
         """Tells the server, once, that a terminal call's outcome has been taken."""
@@ -219,6 +241,7 @@ class CallStream:
             generation = self._generation
             # What was queued or in flight is sent anew, in order; the server knows request_ids that it has seen.
             self._outbox.clear()
+            self._acks.clear()
             self._outbox.append(c.ClientMessage(hello=c.ConnectHello(job_id=self._job_id)))
             for tracked in self._calls.values():
                 if tracked.submit is not None:
@@ -232,12 +255,18 @@ class CallStream:
         """What to send on one opening of the stream; runs in a thread of gRPC's."""
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._outbox or self._generation != generation or self._ended)
+                while not (self._outbox or self._acks or self._generation != generation or self._ended):
+                    self._sender_waits = True
+                    self._lock.wait()
                 if self._generation != generation or self._ended:
                     return
                 self._take_dropped()
                 frame = c.ConnectRequest()
                 size_bytes = 0
+                if self._acks and not self._says_hello():
+                    # First, so that what is done with makes room for what comes.
+                    taken, self._acks = self._acks[:MAX_FRAME_ACKS], self._acks[MAX_FRAME_ACKS:]
+                    frame.messages.add().ack.MergeFrom(c.AckCallsRequest(job_id=self._job_id, call_ids=taken))
                 while self._outbox and len(frame.messages) < MAX_FRAME_MESSAGES:
                     size_bytes += self._outbox[0].ByteSize()
                     if frame.messages and size_bytes > MAX_FRAME_BYTES:
@@ -255,6 +284,8 @@ class CallStream:
                     self._update(message.updated, accepted=False)
                 elif kind == "rejected":
                     self._reject(message.rejected)
+            woken, self._to_wake = self._to_wake, []
+        _resolve(woken)
 
     def _update(self, call: c.Call, *, accepted: bool) -> None:
         tracked = self._calls.get(call.request_id)
@@ -286,6 +317,7 @@ class CallStream:
                 tracked.outcome.set_exception(
                     errors.PlexRLError(f"unreadable result of {tracked.description}: {error}")
                 )
+        self._wake_waiters(tracked)
         # A known call may be accepted as SUCCEEDED without its result; the update with the result follows.
         if tracked.abandoned and tracked.outcome.done():
             self._abandon(tracked)
@@ -301,6 +333,7 @@ class CallStream:
                 if other.call is not None and not other.outcome.done() and self._behind_hole(other):
                     self.cancel(other)
         tracked.outcome.set_exception(errors.from_status(rejected.error))
+        self._wake_waiters(tracked)
 
     def _behind_hole(self, tracked: TrackedCall) -> bool:
         if not tracked.sequence or tracked.model_id not in self._counters:
@@ -313,11 +346,25 @@ class CallStream:
     def _queue_ack(self, call: TrackedCall | c.Call) -> None:
         if call.call_id is None or self._ended is not None:
             return
-        self._outbox.append(c.ClientMessage(ack=c.AckCallsRequest(job_id=self._job_id, call_ids=[call.call_id])))
+        self._acks.append(call.call_id)
         self._acked[call.call_id] = None
         while len(self._acked) > REMEMBERED_ACKS:
             self._acked.popitem(last=False)
-        self._lock.notify_all()
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        if self._sender_waits:
+            self._sender_waits = False
+            self._lock.notify_all()
+
+    def _says_hello(self) -> bool:
+        return bool(self._outbox) and self._outbox[0].HasField("hello")
+
+    def _wake_waiters(self, tracked: TrackedCall) -> None:
+        """Notes whom to wake, where the outcome is here; `_resolve` does it, outside the lock and all at once."""
+        if tracked.outcome.done() and tracked.waiters:
+            self._to_wake += tracked.waiters
+            tracked.waiters = []
 
     def _take_dropped(self) -> None:
         while self._dropped:
@@ -354,10 +401,30 @@ class CallStream:
             for tracked in self._calls.values():
                 if not tracked.outcome.done():
                     tracked.outcome.set_exception(_copy(reason))
+                    self._wake_waiters(tracked)
+            woken, self._to_wake = self._to_wake, []
             rpc = self._rpc
             self._lock.notify_all()
+        _resolve(woken)
         if rpc is not None:
             rpc.cancel()
+
+
+def _resolve(waiters: Sequence["asyncio.Future[None]"]) -> None:
+    """Wakes waiters from outside their loops, with one call into each loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, together in by_loop.items():
+        # A loop that is closed has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set_done, together)
+
+
+def _set_done(waiters: Sequence["asyncio.Future[None]"]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def _copy(error: errors.PlexRLError) -> errors.PlexRLError:

@@ -36,6 +36,10 @@ class CallHandle(Protocol):
         """Units done and in all (0 if unknown), in the current attempt."""
         ...
 
+    def wake(self, waiter: "asyncio.Future[None]") -> None:
+        """Resolves `waiter`, a future of the running loop, once the outcome is here; it may have come already."""
+        ...
+
     def delivered(self) -> None:
         """The caller has the outcome: the server may drop its copy."""
         ...
@@ -119,7 +123,11 @@ class CallFuture(Generic[ResultT]):
     def __await__(self) -> Generator[object, None, ResultT]:
         # Cancelling the waiting task does not cancel the call: it may be one of a sequence.
         try:
-            return (yield from asyncio.wrap_future(self._outcome).__await__())
+            while not self._outcome.done():
+                waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._handle.wake(waiter)
+                yield from waiter
+            return self._outcome.result()
         finally:
             if self._outcome.done():
                 self._handle.delivered()

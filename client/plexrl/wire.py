@@ -29,6 +29,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 _DTYPES = {t.DTYPE_INT32: np.dtype("<i4"), t.DTYPE_FLOAT32: np.dtype("<f4")}
 _WIRE_DTYPES = {"int32": t.DTYPE_INT32, "float32": t.DTYPE_FLOAT32}
 
+_FEW = 16
+"""So many numbers are looked at sooner one by one than as an array."""
+
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
@@ -51,7 +54,7 @@ class ErrorInfo:
 def tensor(array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> t.Tensor:
     """Packs an array as a Tensor of dtype "int32" or "float32", little-endian, row-major."""
     wire_dtype = _WIRE_DTYPES[dtype]
-    packed = np.ascontiguousarray(array, dtype=_DTYPES[wire_dtype])
+    packed = np.asarray(array, dtype=_DTYPES[wire_dtype])
     return t.Tensor(dtype=wire_dtype, shape=packed.shape, data=packed.tobytes())
 
 
@@ -88,6 +91,9 @@ def float32s(message: t.Tensor, *, name: str = "tensor") -> Float32Array:
 
 
 def _vector(message: t.Tensor, dtype: str, name: str) -> NDArray[np.generic]:
+    data = message.data
+    if message.dtype == _WIRE_DTYPES[dtype] and message.shape == [len(data) >> 2] and not len(data) & 3:
+        return np.frombuffer(data, _DTYPES[message.dtype])
     values = array(message, dtype, name=name)
     if values.ndim != 1:
         raise WireError(f"{name}: has {values.ndim} axes, want 1")
@@ -97,7 +103,8 @@ def _vector(message: t.Tensor, dtype: str, name: str) -> NDArray[np.generic]:
 def token_batch(sequences: Sequence[Sequence[int] | Int32Array]) -> t.TokenBatch:
     """Packs token sequences into a ragged batch."""
     lengths = [len(sequence) for sequence in sequences]
-    flat = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences]) if sequences else np.zeros(0, np.int32)
+    parts = [np.asarray(sequence, np.int32) for sequence in sequences]
+    flat = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
     return t.TokenBatch(token_ids=tensor(flat, "int32"), lengths=tensor(lengths, "int32"))
 
 
@@ -108,9 +115,11 @@ def batch_arrays(message: t.TokenBatch, *, name: str = "batch", min_length: int 
     """
     token_ids = int32s(message.token_ids, name=f"{name}.token_ids")
     lengths = int32s(message.lengths, name=f"{name}.lengths")
-    if lengths.size and int(lengths.min()) < min_length:
-        raise WireError(f"{name}.lengths: the least is {int(lengths.min())}, want at least {min_length}")
-    total = int(lengths.sum(dtype=np.int64))
+    few = lengths.tolist() if lengths.size <= _FEW else None
+    least = min(few, default=min_length) if few is not None else int(lengths.min())
+    if least < min_length:
+        raise WireError(f"{name}.lengths: the least is {least}, want at least {min_length}")
+    total = sum(few) if few is not None else int(lengths.sum(dtype=np.int64))
     if total != token_ids.size:
         raise WireError(f"{name}: lengths add up to {total}, token_ids has {token_ids.size}")
     return token_ids, lengths

@@ -86,6 +86,7 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
         policy=settings.policy,
         recovery_policy=settings.recovery,
     )
+    core.ledger.tenant_accounts.default_quota = settings.tenant_quota
     dispatcher = Dispatcher(core, settings.history_s)
     transport.handler = dispatcher
     await _ensure_tokens(store, writer, settings, worker_token)

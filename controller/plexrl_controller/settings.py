@@ -10,10 +10,13 @@ from pathlib import Path
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.retention import MIN_HISTORY_S
 from plexrl_controller.payloads.by_url import check_payload_url
+from plexrl_controller.scheduling.fairness import Quota
 from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
 
 _PREFIX = "PLEXRL_CONTROLLER_"
-POLICIES = {"fifo": Policy(order=Order.FIFO), "hold": Policy(order=Order.FIFO, hold=HoldRule.ITERATION)}
+POLICIES = {order.value: Policy(order=order) for order in Order} | {
+    "hold": Policy(order=Order.FIFO, hold=HoldRule.ITERATION)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class ServeSettings:
     tenant_payload_bytes: int
     history_s: float
     policy: Policy
+    tenant_quota: Quota | None
     recovery: RecoveryPolicy
     worker_token_file: Path
     bootstrap_token_file: Path | None
@@ -53,7 +57,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("tenant-payload-gib", "GiB of stored payloads that a tenant may have", "64")
     flag("history-days", "days for which ended jobs, events and device intervals can be looked at", "30")
     flag("s3-endpoint", "URL of an S3-compatible service that is not AWS; keys come from the AWS_* variables")
-    flag("policy", f"scheduling policy: {', '.join(POLICIES)}", "fifo")
+    flag("policy", f"scheduling policy: {', '.join(POLICIES)}", Policy().order.value)
+    flag("tenant-device-hours", "device hours that each tenant may use a day; unlimited unless given")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
     flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")
     flag("tls-cert", "PEM certificate chain; required beyond loopback")
@@ -92,6 +97,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
         history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
         policy=POLICIES[args.policy],
+        tenant_quota=_quota(args.tenant_device_hours),
         recovery=RecoveryPolicy(
             replay_s=_number(args.snapshot_replay_s, "--snapshot-replay-s", 0.0),
             log_bytes=int(_number(args.replay_log_mib, "--replay-log-mib", 1) * 2**20),
@@ -119,6 +125,10 @@ def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str,
     """Declares the flag of `migrate`."""
     url = environ.get(_PREFIX + "DATABASE_URL")
     parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
+
+
+def _quota(device_hours: str | None) -> Quota | None:
+    return Quota(_number(device_hours, "--tenant-device-hours", 0.0) * 3600) if device_hours is not None else None
 
 
 def _number(value: str, flag: str, least: float) -> float:

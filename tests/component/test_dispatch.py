@@ -7,7 +7,7 @@ import pytest
 from google.rpc import status_pb2
 
 from plexrl import wire
-from plexrl.v1 import call_pb2, model_pb2, types_pb2
+from plexrl.v1 import call_pb2, model_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import jobs, models, reaper
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
@@ -121,6 +121,44 @@ async def test_two_jobs_swap_on_a_device_that_holds_one() -> None:
                 leader.clock.time += 1.0
         assert len(leader.worker.executed) == 4
         assert leader.worker.swaps == 4
+        assert leader.core.invariant_violations == 0
+
+
+async def test_models_beyond_the_host_tier_go_where_a_disk_tier_takes_them() -> None:
+    double = WorkerDouble()
+    double.capabilities.host_state_bytes = 2 * STATE_BYTES
+    double.capabilities.disk_state_bytes = 4 * STATE_BYTES
+    async with running_leader(worker=double) as leader:
+        await leader.join()
+        job = await leader.job()
+        for number in range(5):
+            await leader.model(job, f"model-{number}")
+        with pytest.raises(FailedPrecondition) as refused:
+            await leader.model(job, "one-too-many")
+        assert refused.value.reason == "NO_FEASIBLE_WORKER"
+
+
+@pytest.mark.parametrize("offered", [True, False])
+async def test_the_next_jobs_model_is_prefetched_once_while_another_runs(offered: bool) -> None:
+    """Only by a worker that offers it."""
+    double = WorkerDouble(device_state_bytes=2 * STATE_BYTES)
+    double.capabilities.prefetch = offered
+    async with running_leader(worker=double) as leader:
+        worker_id = await leader.join()
+        first, second = [await leader.model(await leader.job(name)) for name in ("a", "b")]
+        await leader.submit(first, specs.generate())
+        await leader.submit(second, specs.generate())
+        await leader.settle()
+        await leader.submit(first, specs.generate())
+        await leader.settle()
+        prefetched = [order.prefetch for order in leader.transport.sent if order.HasField("prefetch")]
+        wanted = [worker_pb2.PrefetchOrder(model_id=second.model_id, tier=types_pb2.TIER_DEVICE)]
+        assert prefetched == (wanted if offered else [])
+        await leader.work()
+        leader.clock.time += 1.0
+        leader.core.wake(worker_id)
+        await leader.work()
+        assert len(double.executed) == 3
         assert leader.core.invariant_violations == 0
 
 

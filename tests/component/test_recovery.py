@@ -3,6 +3,8 @@
 The double's state is the list of calls whose effect is in it, so that "bit-equal" is equality of lists.
 """
 
+from dataclasses import replace
+
 import pytest
 from google.rpc import code_pb2
 
@@ -357,6 +359,38 @@ async def test_a_worker_that_is_asked_to_stop_is_saved_first_and_gets_no_more_ca
         await kill(leader)
         assert state(leader, model) == (1, 2, 3)
         assert leader.worker.executed == [held_back.call_id], "nothing had to be executed again"
+
+
+async def test_a_planned_restart_of_the_worker_needs_no_snapshot_and_no_replay() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await trained(leader, model, 1, 3)
+        leader.worker.executed.clear()
+        leader.worker.restart()
+        await leader.join()
+        await leader.work()
+        assert state(leader, model) == (1, 2, 3)
+        assert leader.worker.executed == []
+        assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
+        await trained(leader, model, 4, 1)
+        assert state(leader, model) == (1, 2, 3, 4)
+
+
+async def test_what_a_restarted_worker_kept_of_an_earlier_moment_is_replayed_from_there() -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await trained(leader, model, 1, 2)
+        earlier = replace(leader.worker.models[model.model_id])
+        await trained(leader, model, 3, 2)
+        leader.worker.executed.clear()
+        leader.worker.restart()
+        leader.worker.kept[model.model_id] = earlier
+        await leader.join()
+        await leader.work()
+        assert state(leader, model) == (1, 2, 3, 4)
+        assert len(leader.worker.executed) == 2
 
 
 async def test_the_last_snapshot_of_a_job_that_nobody_renewed_stays_and_a_deleted_models_go() -> None:

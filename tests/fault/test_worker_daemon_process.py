@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,11 +27,15 @@ from tests.support.worker_daemon import (
     call,
     deploy,
     fake_config,
+    forward_backward,
     generate,
+    optim_step,
     reason,
     score,
+    scores,
     serving,
     swap,
+    train,
 )
 
 _START_LIMIT_S = 30.0
@@ -106,9 +111,109 @@ def first_child(pid: int) -> int:
     return children[0].pid
 
 
+def ends(pid: int) -> bool:
+    """Whether a process ends soon."""
+    end_s = time.monotonic() + 5.0
+    while lives(pid) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return not lives(pid)
+
+
 async def engine_pid(channel: aio.Channel) -> int:
     status = await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(w.GetStatusRequest(), metadata=METADATA)
     return status.engines[0].pid
+
+
+async def test_sigterm_ends_daemon_and_engines_within_seconds_and_hands_back_every_call(tmp_path: Path) -> None:
+    registry = FakeRegistry()
+    async with (
+        serving(registry) as address,
+        registered(tmp_path, registry, address) as daemon,
+        daemon.orders() as (orders, channel),
+    ):
+        slow = fake_config({"function": "generate", "fault": "slow", "delay_s": 60})
+        await orders.ok(deploy=deploy("m1", config_json=slow))
+        await orders.ok(swap_weights=swap("m1"))
+        running = await orders.send(run_call=call("m1", generate()))
+        queued = await orders.send(run_call=call("m1", score(), 1))
+        await orders.report(lambda report: report.order_id == running and report.HasField("started"))
+        pid = await engine_pid(channel)
+        daemon.process.send_signal(signal.SIGTERM)
+        for order_id in (running, queued):
+            assert reason(await orders.finished(order_id)) == "SHUTTING_DOWN"
+        assert await daemon.wait(10.0) == 0
+        assert not lives(pid)
+
+
+async def test_a_planned_restart_loses_nothing_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Accumulated gradients included: nothing is replayed."""
+    registry = FakeRegistry()
+    async with serving(registry) as address:
+        async with registered(tmp_path, registry, address) as daemon, daemon.orders() as (orders, _):
+            for model_id in ("m1", "m2"):
+                await orders.ok(deploy=deploy(model_id))
+                await orders.ok(swap_weights=swap(model_id))
+                await train(orders, model_id, first=1)
+                await orders.ok(run_call=call(model_id, forward_backward(), 4))
+            expected = await scores(orders, "m2", 5)
+            daemon.process.send_signal(signal.SIGTERM)
+            assert await daemon.wait(10.0) == 0
+        async with registered(tmp_path, registry, address) as again, again.orders() as (orders, channel):
+            status = await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(w.GetStatusRequest(), metadata=METADATA)
+            kept = {
+                d.model_id: (d.state_lost, d.host_image_sequence, d.host_image_weights_version)
+                for d in status.deployments
+            }
+            assert kept == {"m1": (True, 4, 3), "m2": (True, 5, 3)}
+            fields: dict[str, Any] = {"from_host_image": True, "host_image_sequence": 5, "applied_sequence": 5}
+            report = await orders.ok(deploy=deploy("m2", **fields))
+            assert report.finished.deployed.applied_sequence == 5
+            await orders.ok(swap_weights=swap("m2"))
+            assert await scores(orders, "m2", 6) == expected
+            await orders.ok(run_call=call("m2", optim_step(), 7))
+            assert await scores(orders, "m2", 8) != expected
+            # What was kept is not what is wanted, or was built otherwise: the controller is told, and has other copies.
+            wrong: dict[str, Any] = {"from_host_image": True, "host_image_sequence": 3, "applied_sequence": 3}
+            assert reason(await orders.do(deploy=deploy("m1", **wrong))) == "STATE_LOST"
+            await orders.ok(deploy=deploy("m1"))
+            assert list((tmp_path / "state" / "parked").iterdir()) == []
+
+
+async def test_what_was_kept_of_a_model_that_belongs_elsewhere_is_dropped(tmp_path: Path) -> None:
+    registry = FakeRegistry()
+    async with serving(registry) as address:
+        async with registered(tmp_path, registry, address) as daemon, daemon.orders() as (orders, _):
+            await orders.ok(deploy=deploy("m1"))
+            daemon.process.send_signal(signal.SIGTERM)
+            assert await daemon.wait(10.0) == 0
+        parked = tmp_path / "state" / "parked"
+        assert len(list(parked.iterdir())) == 2
+        registry.model_ids = []
+        async with registered(tmp_path, registry, address):
+            await registry.until(lambda: not registry.synchronized[-1].deployments)
+            assert list(parked.iterdir()) == []
+
+
+async def test_a_second_sigterm_ends_the_daemon_at_once(tmp_path: Path) -> None:
+    registry = FakeRegistry()
+    async with (
+        serving(registry) as address,
+        registered(tmp_path, registry, address) as daemon,
+        daemon.orders() as (orders, channel),
+    ):
+        hang = fake_config({"function": "generate", "fault": "hang"})
+        await orders.ok(deploy=deploy("m1", config_json=hang))
+        await orders.ok(swap_weights=swap("m1"))
+        running = await orders.send(run_call=call("m1", generate()))
+        queued = await orders.send(run_call=call("m1", score(), 1))
+        await orders.report(lambda report: report.order_id == running and report.HasField("started"))
+        pid = await engine_pid(channel)
+        daemon.process.send_signal(signal.SIGTERM)
+        assert reason(await orders.finished(queued)) == "SHUTTING_DOWN"
+        assert reason(await orders.do(deploy=deploy("m2"))) == "SHUTTING_DOWN"
+        daemon.process.send_signal(signal.SIGTERM)
+        assert await daemon.wait(3.0) == 1
+        assert await asyncio.to_thread(ends, pid)
 
 
 async def test_after_kill_nine_of_the_daemon_no_engine_is_left_and_the_next_life_works(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def settings_in(directory: Path, **changes: Any) -> WorkerSettings:
         engine="fake",
         engine_start_timeout_s=30.0,
         hang_timeout_s=30.0,
-        stop_grace_s=0.0,
+        stop_grace_s=5.0,
         tls=None,
     )
     return replace(settings, **changes)
@@ -135,8 +135,11 @@ def grpc_code(number: int) -> Any:
 class Orders:
     """The controller's end of an Execute stream: sends orders, gathers reports."""
 
-    def __init__(self, channel: aio.Channel, incarnation: int, leader_term: int = 1) -> None:
+    def __init__(
+        self, channel: aio.Channel, incarnation: int, leader_term: int = 1, limit_s: float = _ANSWER_LIMIT_S
+    ) -> None:
         self.incarnation = incarnation
+        self._limit_s = limit_s
         self.leader_term = leader_term
         self.reports: list[w.Report] = []
         self.ended = asyncio.Event()
@@ -168,7 +171,7 @@ class Orders:
 
     async def report(self, wanted: Callable[[w.Report], bool]) -> w.Report:
         """Waits for a report."""
-        async with asyncio.timeout(_ANSWER_LIMIT_S):
+        async with asyncio.timeout(self._limit_s):
             while True:
                 for report in self.reports:
                     if wanted(report):

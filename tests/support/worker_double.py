@@ -55,6 +55,8 @@ class WorkerDouble:
         self.disk, self.saved = disk if disk is not None else ({}, {})
         """Snapshots and checkpoints: they survive every life, and other workers may share them."""
         self.models: dict[str, HeldModel] = {}
+        self.kept: dict[str, HeldModel] = {}
+        """States that the last life parked before a planned end."""
         self.queue: deque[worker_pb2.Order] = deque()
         self.outcomes: dict[tuple[str, int], worker_pb2.OrderFinished] = {}
         self.executed: list[str] = []
@@ -94,9 +96,25 @@ class WorkerDouble:
             stopping=stopping,
         )
 
+    def restart(self) -> None:
+        """A planned end: the next life has every state."""
+        kept = self.models.copy()
+        self.die()
+        self.kept = kept
+
     def status(self) -> worker_pb2.WorkerStatus:
         """What GetStatus answers."""
-        return worker_pb2.WorkerStatus(deployments=[self._deployment(m) for m in self.models])
+        kept = [
+            registry_pb2.DeploymentStatus(
+                model_id=model_id,
+                state_lost=True,
+                host_image=True,
+                host_image_sequence=held.applied,
+                host_image_weights_version=held.version,
+            )
+            for model_id, held in self.kept.items()
+        ]
+        return worker_pb2.WorkerStatus(deployments=[*(self._deployment(m) for m in self.models), *kept])
 
     def run(self, orders: int | None = None) -> list[worker_pb2.Report]:
         """Executes queued orders and returns their reports."""
@@ -139,7 +157,12 @@ class WorkerDouble:
             held = present
         else:
             held = HeldModel(deploy.applied_sequence, deploy.weights_version, order=deploy)
-            if deploy.HasField("snapshot"):
+            kept = self.kept.pop(deploy.model_id, None)
+            if deploy.from_host_image:
+                if kept is None or kept.applied != deploy.host_image_sequence:
+                    return _failed(code_pb2.DATA_LOSS, "STATE_LOST")
+                held.state, held.version = kept.state, kept.version
+            elif deploy.HasField("snapshot"):
                 written = self.disk.get(deploy.snapshot.snapshot_id)
                 if written is None:
                     return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
@@ -199,6 +222,7 @@ class WorkerDouble:
                 job_id=run.job_id,
                 model_id=run.model_id,
                 call_id=run.call.call_id,
+                call_kind=types_pb2.CallKind.ValueType(wire.kind_of(run.spec)),
                 start_unix_ns=self.clock_ns - 1_000_000,
                 end_unix_ns=self.clock_ns,
             )

@@ -267,6 +267,16 @@ def test_each_order_ranks_by_its_own_measure() -> None:
     }
 
 
+def test_a_heavier_job_waits_less_for_its_turn() -> None:
+    light, heavy = job("light", 50.0), job("heavy", 60.0, weight=3.0)
+    for order in (Order.HRRS, Order.LAS):
+        view = group(replace(light, attained_s=30.0), replace(heavy, attained_s=10.0))
+        decision = decide(view, Policy(order=order))
+        assert isinstance(decision, Serve)
+        assert decision.job_id == "heavy"
+    assert decide(group(light, replace(heavy, weight=1.0)), Policy()) != decide(group(light, heavy), Policy())
+
+
 def test_learned_stalls_shorten_or_lengthen_the_hold_by_as_much_as_they_are_trusted() -> None:
     stalled = job("a", on_device=True, last_finish=NOW, round_trip_s=4.0)
     other, policy = job("b", 4.0), Policy(trust=0.5)

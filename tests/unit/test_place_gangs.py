@@ -177,7 +177,7 @@ def test_what_a_job_waits_elsewhere_counts_against_its_target() -> None:
 def test_slack_of_an_asynchronous_job_hides_waiting_but_no_lack_of_capacity() -> None:
     async_demand = Demand(100.0, 30.0, slack_s=70.0, variation=0.02)
     a, b, c, d = (replace(member(name, 0.3), demand=async_demand) for name in "abcd")
-    request = PlacementRequest((GroupRequest(Side.TRAIN, 8, 20, async_demand),), JobId("new"), slowdown_target=1.05)
+    request = PlacementRequest((GroupRequest(Side.TRAIN, 8, 20, async_demand),), JobId("new"), slowdown_target=1.1)
     assert joined(ClusterView((gang("g", 8, a, b),)), request) == "g"
     assert refused(ClusterView((gang("g", 8, a, b, c, d),)), request).blocker is Blocker.SLOWDOWN
 

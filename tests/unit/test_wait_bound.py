@@ -99,7 +99,7 @@ def test_a_flood_starves_nobody(order: Order, hold: HoldRule, floods: int, load_
 
 def test_without_the_starvation_bound_the_flood_does_starve() -> None:
     """The negative control of the test above: the bound is what saves the victim."""
-    policy = Policy(starvation_bound_s=1e9, chunk_s=30.0)
+    policy = Policy(order=Order.LAS, starvation_bound_s=1e9, chunk_s=30.0)
     flood = MachineJob(JobId("flood"), {ModelId("f"): 60}, 0.0)
     victim = MachineJob(JobId("victim"), {ModelId("v"): 60}, 0.0, attained_s=1e9)
     machine = Machine([flood, victim], 100, policy)

@@ -19,7 +19,7 @@ from plexrl_worker.outbox import Outbox
 
 
 def attempt(call_id: str, number: int = 1) -> Attempt:
-    return Attempt(call_id, number, order_id=1, model_id="m", stop=lambda: None)
+    return Attempt(call_id, number, order_id=1, model_id="m", stop=lambda _: None, end=lambda _: None)
 
 
 def outcome(size_bytes: int = 0) -> w.OrderFinished:

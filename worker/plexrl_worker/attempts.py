@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.errors import StaleAttempt
+from plexrl_worker.errors import StaleAttempt, WorkerError
 
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_BYTES = 256 * 1024 * 1024
@@ -14,13 +14,17 @@ MAX_OUTCOME_BYTES = 256 * 1024 * 1024
 
 @dataclass
 class Attempt:
-    """One execution: on its way while `outcome` is None. `stop` ends it as soon as can be."""
+    """One execution: on its way while `outcome` is None.
+
+    stop: ends it as soon as can be, for a reason. end: says now that it ended, whatever it still does.
+    """
 
     call_id: str
     number: int
     order_id: int
     model_id: str
-    stop: Callable[[], None]
+    stop: Callable[[WorkerError], None]
+    end: Callable[[WorkerError], None]
     outcome: w.OrderFinished | None = None
 
 

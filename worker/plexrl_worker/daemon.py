@@ -67,7 +67,7 @@ class WorkerDaemon:
         """Serves until SIGTERM, SIGINT or the controller's word; raises when a part that must run has ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._signalled)
         async with channel.open_channel(self.settings) as registry_channel:
             stub = registry_pb2_grpc.RegistryServiceStub(registry_channel)
             registration = Registration(stub, channel.metadata(self.settings), self._fences, self)
@@ -79,20 +79,22 @@ class WorkerDaemon:
             parts = [
                 loop.create_task(registration.run(), name="registration"),
                 loop.create_task(self._feed_watchdog(registration), name="watchdog"),
-                loop.create_task(self._stop_wanted(), name="stop"),
                 loop.create_task(self._host.tiers.run(), name="write-back"),
+                loop.create_task(self._stop_wanted(), name="stop"),
                 *self._desk.lanes,
             ]
             try:
                 ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await self._shut_down(parts[:2])
+                await self._shut_down(parts[:3])
             for part in ended:
                 part.result()
 
     def stop(self) -> None:
-        """Asks the daemon to end: once the controller says that its models are saved, or after the grace; asked again,
-        at once.
+        """Asks the daemon to end: calls are handed back, states parked on its disk for its next life.
+
+        Where its disk may not hold them all, it ends once the controller says that its models are saved, or after the
+        grace.
         """
         grace_s = self.settings.stop_grace_s
         if self._asked_to_stop or not grace_s or not self._host.unsaved() or not self._fences.worker_incarnation:
@@ -108,17 +110,29 @@ class WorkerDaemon:
         if self._asked_to_stop:
             self._stopping.set()
 
+    def _signalled(self) -> None:
+        if self._stopping.is_set() or self._asked_to_stop:
+            _log.warning("stopped_at_once")
+            # Engines die with their parent.
+            os._exit(1)
+        self.stop()
+
     async def _stop_wanted(self) -> None:
         await self._stopping.wait()
 
     async def _shut_down(self, parts: list[asyncio.Task[None]]) -> None:
         notify("STOPPING=1")
         _log.info("stopping")
+        await self.server.set_serving(False)
+        await self._desk.hand_back(self.settings.stop_grace_s)
+        await self._desk.close()
+        await self._host.keep_states(self.settings.stop_grace_s)
+        # The lease is renewed until here: what was handed back must be heard before the life ends.
+        if not await self._outbox.drained(_STOP_GRACE_S):
+            _log.warning("reports_not_heard")
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
-        await self.server.set_serving(False)
-        await self._desk.close()
         await self._host.close()
         await self.server.stop(_STOP_GRACE_S)
         _log.info("stopped")
@@ -186,6 +200,7 @@ class WorkerDaemon:
             device_state_bytes=self.settings.device_state_bytes,
             host_state_bytes=self.settings.host_state_bytes,
             disk_state_bytes=self.settings.disk_state_bytes,
+            prefetch=True,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,

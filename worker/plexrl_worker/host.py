@@ -4,6 +4,7 @@ One device, so one model is on it at a time; everything that touches the device 
 orders' fences and no reports: what it did goes into the journal that the caller gives.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from plexrl_worker.errors import (
     of_engine,
 )
 from plexrl_worker.journal import Journal
-from plexrl_worker.parked_files import Interrupted, ParkedFiles
+from plexrl_worker.parked_files import DiskCopy, Interrupted, ParkedFiles
 from plexrl_worker.preloads import Preloads
 from plexrl_worker.residency import Copies, Residency
 from plexrl_worker.settings import WorkerSettings
@@ -49,10 +50,13 @@ class ModelHost:
     def __init__(self, settings: WorkerSettings, checkpoints: CheckpointStore, snapshots: SnapshotStore) -> None:
         self.device = Device()
         self.residency = Residency(settings.device_state_bytes)
+        files = ParkedFiles(settings.state_dir / "parked")
+        # States that an earlier life parked on disk, until their model is deployed again or known to be elsewhere.
+        self._kept = {copy.facts.model_id: copy for copy in files.recover()}
         self.tiers = StateTiers(
             settings.host_state_bytes,
             settings.disk_state_bytes,
-            ParkedFiles(settings.state_dir / "parked"),
+            files,
             in_use=self.residency.on_device,
             let_go=self._let_go,
         )
@@ -77,8 +81,17 @@ class ModelHost:
     # What is here.
 
     def model_ids(self) -> list[str]:
-        """The models on this worker."""
-        return list(self._deployments)
+        """The models on this worker, and those of which it keeps an earlier life's state."""
+        return list(self._deployments | self._kept)
+
+    def kept(self, model_id: str) -> DiskCopy | None:
+        """What an earlier life parked on disk of a model that is not deployed."""
+        return self._kept.get(model_id)
+
+    def forget_kept(self, model_id: str) -> None:
+        """An earlier life's state is of no use any more; there may be none."""
+        if self._kept.pop(model_id, None) is not None:
+            self.tiers.forget_file(model_id)
 
     def models_of(self, engine_key: str) -> list[str]:
         """The models that share an engine."""
@@ -97,7 +110,7 @@ class ModelHost:
         return await self.supervisor.get(deployment.engine_key, deployment.engine_settings)
 
     def admit(self, deployment: Deployment, layout: port.StateLayout) -> None:
-        """Takes a deployment in, with no state yet. Raises OverBudget; nothing is kept then."""
+        """Takes a deployment in, with no state yet. Raises OverBudget; it is not here then."""
         self.residency.add(deployment.model_id, {c.component: c.size_bytes for c in layout.components})
         try:
             self.tiers.admit(deployment.model_id, layout)
@@ -105,6 +118,14 @@ class ModelHost:
             self.residency.remove(deployment.model_id)
             raise
         self._deployments[deployment.model_id] = deployment
+
+    def adopt(self, deployment: Deployment, copy: DiskCopy) -> None:
+        """A deployment that was just admitted goes on with what an earlier life parked on disk."""
+        self._kept.pop(deployment.model_id, None)
+        self.tiers.adopt(deployment.model_id, copy)
+        deployment.weights_version = copy.facts.weights_version
+        self.image_holds(deployment, copy.parked)
+        self.residency.parked(deployment.model_id)
 
     def deployment(self, model_id: str) -> Deployment:
         """A model's deployment. Raises NotDeployed."""
@@ -124,7 +145,7 @@ class ModelHost:
         """A model as the controller hears of it. A model that is not here has no components."""
         deployment = self._deployments.get(model_id)
         if deployment is None:
-            return r.DeploymentStatus(model_id=model_id)
+            return _status_of_kept(model_id, self._kept.get(model_id))
         return r.DeploymentStatus(
             model_id=model_id,
             residency=[
@@ -152,8 +173,8 @@ class ModelHost:
         return t.TIER_DISK if self.tiers.on_disk_only(model_id) else t.TIER_HOST
 
     def unsaved(self) -> bool:
-        """Whether this worker's end would cost state that is nowhere else, as far as it knows."""
-        return any(not d.state_lost for d in self._deployments.values())
+        """Whether this worker's end would cost state: its own disk may not hold all."""
+        return not self.tiers.all_fit_disk and any(not d.state_lost for d in self._deployments.values())
 
     # Orders.
 
@@ -161,6 +182,7 @@ class ModelHost:
         """Forgets a model and frees all it holds; dropping one that is not here is fine."""
         async with self.device.lock:
             deployment = self._deployments.get(model_id)
+            self.forget_kept(model_id)
             if deployment is None:
                 return
             await self.forget(deployment)
@@ -360,6 +382,19 @@ class ModelHost:
         for model_id in self.model_ids():
             await self.drop(model_id, journal)
 
+    async def keep_states(self, limit_s: float) -> None:
+        """Parks everything on disk, as before a planned end, for the next life to adopt.
+
+        An engine that does not let go of its device within `limit_s` loses what it alone has.
+        """
+        try:
+            async with asyncio.timeout(limit_s), self.device.lock:
+                for model_id in self.residency.resident_models():
+                    await self.park(model_id, Journal())
+        except (TimeoutError, WorkerError) as error:
+            _log.error("states_not_parked", model_ids=self.residency.resident_models(), error=repr(error))
+        await self.tiers.write_all()
+
     async def close(self) -> None:
         """Ends the engines and frees the host tier."""
         await self.supervisor.close()
@@ -452,3 +487,13 @@ class ModelHost:
             job_id=charged_to or deployment.job_id,
             model_id=deployment.model_id,
         )
+
+
+def _status_of_kept(model_id: str, copy: DiskCopy | None) -> r.DeploymentStatus:
+    """A model that is not deployed: not here, or only as what an earlier life parked."""
+    status = r.DeploymentStatus(model_id=model_id)
+    if copy is not None:
+        status.state_lost = status.host_image = True
+        status.host_image_sequence = copy.facts.applied_sequence
+        status.host_image_weights_version = copy.facts.weights_version
+    return status

@@ -41,6 +41,9 @@ _PROGRESS_INTERVAL_S = 0.2
 # A report must fit a message, with room for its frame.
 _MAX_RESULT_BYTES = wire.MAX_MESSAGE_BYTES - 1024 * 1024
 
+_STOPPING = ShuttingDown("this worker is stopping; its next life, or another worker, can take the order")
+_NOT_WANTED = Cancelled("the call was stopped: nobody waits for it any more, or its model goes")
+
 Sink = Callable[[w.Report], None]
 
 
@@ -53,6 +56,8 @@ class Work:
     journal: Journal = field(default_factory=Journal)
     attempt: Attempt | None = None
     execution: Execution | None = None
+    # Why it was stopped, if it was.
+    stopped: WorkerError | None = None
     after: tuple[asyncio.Future[None], ...] = ()
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -76,17 +81,32 @@ class OrderDesk:
         self._lanes = (self._placement_lane, self._device_lane, self._snapshot_lane, self._prefetch_lane)
         self.lanes: list[asyncio.Task[None]] = []
         self._closed = False
+        self._running: set[asyncio.Future[None]] = set()
         host.on_unordered_change = self._tell_of
 
     def start(self) -> None:
         """Begins to run what is queued."""
         self.lanes = [asyncio.create_task(self._run_lane(lane)) for lane in self._lanes]
 
-    async def close(self) -> None:
-        """Takes no more orders and ends what runs: its engines are about to be stopped."""
+    async def hand_back(self, limit_s: float) -> None:
+        """Takes no more orders, and ends every one that it has: at once, or a running call after its present step.
+
+        What still runs after `limit_s` is said to have ended, and left to the end of its engine.
+        """
         self._closed = True
+        for lane in self._lanes:
+            for work in lane.drain():
+                self._refuse(work, _STOPPING)
         for attempt in self._attempts.all_running():
-            attempt.stop()
+            attempt.stop(_STOPPING)
+        if self._running:
+            await asyncio.wait(self._running, timeout=limit_s)
+        for attempt in self._attempts.all_running():
+            attempt.end(_STOPPING)
+
+    async def close(self) -> None:
+        """Ends the lanes."""
+        self._closed = True
         for lane in self.lanes:
             lane.cancel()
         await asyncio.gather(*self.lanes, return_exceptions=True)
@@ -110,7 +130,7 @@ class OrderDesk:
     async def reset(self) -> None:
         """A new life: stops what runs, forgets every outcome and report, drops every model."""
         for attempt in self._attempts.all_running():
-            attempt.stop()
+            attempt.stop(_NOT_WANTED)
         for lane in self._lanes:
             for work in lane.drain():
                 work.done.set_result(None)
@@ -162,7 +182,7 @@ class OrderDesk:
             known.order_id = work.order.order_id
             return
         if older := self._attempts.running(order.call.call_id):
-            older.stop()
+            older.stop(_NOT_WANTED)
         work.execution = Execution(
             order,
             on_begin=lambda: work.sink(self._report(work, started=w.OrderStarted())),
@@ -174,19 +194,28 @@ class OrderDesk:
             number=order.call.attempt,
             order_id=work.order.order_id,
             model_id=order.model_id,
-            stop=lambda: self._stop(work),
+            stop=lambda reason: self._stop(work, reason),
+            end=lambda reason: self._end_call(work, w.OrderFinished(error=to_status(reason))),
         )
         self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
 
-    def _stop(self, work: Work) -> None:
+    def _stop(self, work: Work, reason: WorkerError) -> None:
         """Ends a call at its next step; one that has not begun ends here and now, whatever it queues behind."""
         assert work.execution is not None
         assert work.attempt is not None
+        work.stopped = reason
         work.execution.abort()
-        if not work.execution.begun and work.attempt.outcome is None:
-            error = Cancelled("the call was stopped before it began")
-            self._end_call(work, w.OrderFinished(error=to_status(error)))
+        if not work.execution.begun:
+            work.attempt.end(reason)
+
+    def _refuse(self, work: Work, reason: WorkerError) -> None:
+        """Ends a queued order that will not be run."""
+        if work.attempt is not None:
+            work.attempt.end(reason)
+        else:
+            work.sink(self._finished(work, w.OrderFinished(error=to_status(reason))))
+        work.done.set_result(None)
 
     def _end_call(self, work: Work, outcome: w.OrderFinished) -> None:
         assert work.attempt is not None
@@ -216,19 +245,21 @@ class OrderDesk:
         call = work.order.abort.call
         attempt = self._attempts.running(call.call_id)
         if attempt is not None and attempt.number == call.attempt:
-            attempt.stop()
+            attempt.stop(_NOT_WANTED)
         work.sink(self._finished(work, w.OrderFinished()))
 
     def _abort_calls_of(self, model_id: str) -> None:
         for attempt in self._attempts.all_running():
             if attempt.model_id == model_id:
-                attempt.stop()
+                attempt.stop(_NOT_WANTED)
 
     # Running.
 
     async def _run_lane(self, lane: Lane[Work]) -> None:
         while True:
             work = await lane.get()
+            self._running.add(work.done)
+            work.done.add_done_callback(self._running.discard)
             try:
                 for placement in work.after:
                     await placement
@@ -236,6 +267,9 @@ class OrderDesk:
                     await self._run_generates(work)
                 else:
                     await self._run(work)
+            except asyncio.CancelledError:
+                self._refuse(work, _STOPPING)
+                raise
             finally:
                 if not work.done.done():
                     work.done.set_result(None)
@@ -277,7 +311,10 @@ class OrderDesk:
             return None
 
         def ended(execution: Execution, outcome: Outcome) -> None:
-            self._end_call(works.pop(id(execution)), _generated(outcome))
+            work = works.pop(id(execution))
+            if isinstance(outcome, Cancelled) and work.stopped is not None:
+                outcome = work.stopped
+            self._end_call(work, _generated(outcome))
 
         if (execution := self._due(first)) is None:
             return
@@ -298,6 +335,8 @@ class OrderDesk:
         """How an order ended. A fault that no order explains ends this order, not the daemon and all its models."""
         try:
             return await doing
+        except Cancelled as error:
+            return w.OrderFinished(error=to_status(work.stopped or error))
         except WorkerError as error:
             return w.OrderFinished(error=to_status(error))
         except Exception as error:  # noqa: BLE001

@@ -1,6 +1,7 @@
 """Reports on their way to the controller: to the newest stream, or kept, within a bound, until there is one."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 
@@ -46,6 +47,7 @@ class Outbox:
         self._reports: deque[w.Report] = deque()
         self._max_kept_reports = max_kept_reports
         self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
 
     def put(self, report: w.Report) -> None:
         """Adds a report. Progress that nobody is there to hear is not kept."""
@@ -69,6 +71,15 @@ class Outbox:
             self.stream = None
             self._changed.set()
 
+    async def drained(self, limit_s: float) -> bool:
+        """Waits until a stream has taken every report; False when that takes longer than `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._reports:
+                    self._taken.clear()
+                    await self._taken.wait()
+        return not self._reports
+
     def clear(self) -> None:
         """Forgets what was kept: it belongs to a life that is over."""
         self._reports.clear()
@@ -82,7 +93,9 @@ class Outbox:
             # Wakes the stream that took over, should it wait on the same event.
             self._changed.set()
             return None
-        return list(self._frame())
+        frame = list(self._frame())
+        self._taken.set()
+        return frame
 
     def _frame(self) -> Iterable[w.Report]:
         size = count = 0

@@ -11,13 +11,14 @@ from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import machine
 from plexrl_worker.bases import BaseLibrary
-from plexrl_worker.deployment import Deployment, check_settings, configuration_sha256, make_deployment
+from plexrl_worker.deployment import Deployment, check_settings, configuration_sha256, fingerprint, make_deployment
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import EngineDied, StateLost, WorkerError
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
+from plexrl_worker.parked_files import DiskCopy
 from plexrl_worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
@@ -47,6 +48,7 @@ class Placement:
         directory = None
         if order.checkpoint_id:
             directory = (await asyncio.to_thread(host.checkpoints.open, order.checkpoint_id)).directory
+        host.forget_kept(order.model_id)
         base = await self._bases.resolve(order.model_id, order.base)
         if present is not None:
             async with host.device.lock:
@@ -118,6 +120,8 @@ class Placement:
     async def _restore_host_image(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
         """Goes back to what the host image holds, after the engine died with what was newer."""
         host = self._host
+        if host.find(order.model_id) is None and (kept := host.kept(order.model_id)) is not None:
+            return await self._adopt(order, kept, journal)
         async with host.device.lock:
             deployment = host.find(order.model_id)
             held = deployment.host_state if deployment is not None and deployment.state_lost else None
@@ -131,6 +135,30 @@ class Placement:
             host.residency.parked(order.model_id)
             journal.touch(order.model_id)
             return deployment.description()
+
+    async def _adopt(self, order: w.DeployOrder, kept: DiskCopy, journal: Journal) -> w.DeployedModel:
+        """Goes on with what an earlier life of this worker parked on disk."""
+        host = self._host
+        if kept.facts.fingerprint != fingerprint(order) or kept.facts.applied_sequence != order.host_image_sequence:
+            host.forget_kept(order.model_id)
+            raise StateLost(
+                f"what this worker's earlier life parked of model {order.model_id} stands at sequence "
+                f"{kept.facts.applied_sequence}, or was built otherwise"
+            )
+        base = await self._bases.resolve(order.model_id, order.base)
+        deployment = make_deployment(order, base, self._settings)
+        try:
+            layout = await self._declare(deployment, journal)
+            if layout != kept.layout or deployment.conditions != kept.facts.conditions:
+                raise StateLost(f"the parked state of model {order.model_id} was made under other conditions than here")
+        except BaseException:
+            async with host.device.lock:
+                await host.forget(deployment)
+            host.forget_kept(order.model_id)
+            raise
+        host.adopt(deployment, kept)
+        _log.info("state_adopted", model_id=order.model_id, applied_sequence=kept.facts.applied_sequence)
+        return deployment.description()
 
     async def _declare(self, deployment: Deployment, journal: Journal) -> port.StateLayout:
         """Makes a deployment known to its engine and to this worker, with no state yet."""

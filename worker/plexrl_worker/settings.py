@@ -171,7 +171,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--engine", "vllm", "vllm, or fake: no model at all, for tests of the cluster", choices=("vllm", "fake"))
     add("--engine-start-timeout-s", "300", "longest start of an engine", type=float, metavar="SECONDS")
     add("--hang-timeout-s", "300", "an engine without progress for this long is killed", type=float, metavar="SECONDS")
-    add("--stop-grace-s", "20", "longest wait of SIGTERM for snapshots and calls", type=float, metavar="SECONDS")
+    add("--stop-grace-s", "20", "longest wait of SIGTERM for running steps and parking", type=float, metavar="SECONDS")
     add("--tls-cert", "", "PEM certificate of this worker", metavar="FILE")
     add("--tls-key", "", "PEM key of that certificate", metavar="FILE")
     add("--tls-ca", "", "PEM certificates of the authority that signs the controller's", metavar="FILE")

@@ -216,6 +216,15 @@ class StateTiers:
         place.facts, place.parked = facts, parked
         self._wake.set()
 
+    def adopt(self, model_id: str, copy: DiskCopy) -> None:
+        """A model that was just admitted has its state on disk."""
+        place = self._touch(model_id)
+        place.disk, place.facts, place.parked = copy, copy.facts, copy.parked
+
+    def forget_file(self, model_id: str) -> None:
+        """Removes what an earlier life left on disk of a model that is not here."""
+        self._files.remove(model_id)
+
     def forget_state(self, model_id: str) -> None:
         """No parked copy of a model's state may be used any more; the model stays."""
         place = self._place(model_id)
@@ -366,6 +375,11 @@ class StateTiers:
             yield lambda: background and any(other != model_id or not fetching for other in self._wanted)
         finally:
             self._lock.release()
+
+    @property
+    def all_fit_disk(self) -> bool:
+        """Whether the disk tier can hold every model's state."""
+        return self._taken_bytes <= self._disk_budget_bytes
 
     @property
     def _taken_bytes(self) -> int:

@@ -29,7 +29,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--kv-cache-bytes", metavar="BYTES", help="KV cache of one engine, such as 256M")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads of one worker (default: its share)")
     parser.add_argument(
-        "--policy", choices=("fifo", "hold"), default="fifo", help="hold: a job keeps the device through its stalls"
+        "--policy",
+        choices=("las", "hrrs", "fifo", "hold"),
+        default="hrrs",
+        help="who comes next: least attained service, highest response ratio or first come; hold: through all stalls",
     )
     parser.add_argument(
         "--catalogue-file",

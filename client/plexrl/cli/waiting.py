@@ -5,6 +5,7 @@ The flags are known to the base install; what runs is imported when it runs and 
 
 import argparse
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def add_parser(subparsers: options.Subparsers) -> None:
     _add_bench(commands)
     _add_run(commands)
     _add_learn(commands)
+    _add_llm(commands)
 
 
 def _add_bench(commands: options.Subparsers) -> None:
@@ -51,6 +53,15 @@ def _add_run(commands: options.Subparsers) -> None:
     parser.add_argument(
         "--speed", type=_speed, default=30.0, help="seconds of the clock per second (default: 30; inf: at once)"
     )
+    group = parser.add_argument_group("a language model as the agent, instead of --agent")
+    group.add_argument("--chat-url", metavar="URL", help="OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1")
+    group.add_argument("--chat-model", metavar="NAME", help="the model's name there")
+    group.add_argument(
+        "--history",
+        choices=("none", "full", "intervals", "exact"),
+        default="full",
+        help="what it is told; default: full",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -68,6 +79,21 @@ def _add_learn(commands: options.Subparsers) -> None:
     parser.set_defaults(run=_learn)
 
 
+def _add_llm(commands: options.Subparsers) -> None:
+    parser = commands.add_parser(
+        "llm",
+        help="does a history in its context teach SmolLM2-135M to wait?",
+        description="Serves SmolLM2-135M through a cluster of one worker and lets it wait, with and without a history. "
+        "Writes report.json and llm.png.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/waiting-llm"), metavar="DIR", help="default: out/waiting-llm"
+    )
+    parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
+    parser.add_argument("--episodes", type=_positive, default=10, help="default: 10")
+    parser.set_defaults(run=_llm)
+
+
 def _bench(args: argparse.Namespace) -> int:
     bench = _module("plexrl.waiting.bench.bench")
     bench.run(
@@ -83,14 +109,32 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     runs = _module("plexrl.waiting.bench.runs")
-    runs.check_names([args.law], [args.agent])
+    runs.check_names([args.law], [] if args.chat_url else [args.agent])
+    if args.chat_url and not args.chat_model:
+        raise errors.ConfigurationError("--chat-url needs --chat-model, the model's name at the endpoint")
+    agent = _chat_agent(args) if args.chat_url else runs.AGENTS[args.agent]()
     live = _module("plexrl.waiting.bench.live")
-    live.run(runs.AGENTS[args.agent](), args.law, episodes=args.episodes, seed=args.seed, speed=args.speed)
+    exact = bool(args.chat_url) and args.history == "exact"
+    live.run(agent, args.law, episodes=args.episodes, seed=args.seed, speed=args.speed, exact_history=exact)
     return 0
+
+
+def _chat_agent(args: argparse.Namespace) -> Any:
+    """The key comes from OPENAI_API_KEY, if the endpoint wants one."""
+    chat = _module("plexrl.waiting.agents.chat")
+    language = _module("plexrl.waiting.agents.language")
+    prompts = _module("plexrl.waiting.agents.prompts")
+    endpoint = chat.OpenAICompatible(args.chat_url, args.chat_model, api_key=os.environ.get("OPENAI_API_KEY", ""))
+    return language.LanguageModel(endpoint, block=prompts.HistoryBlock(args.history), name=args.chat_model)
 
 
 def _learn(args: argparse.Namespace) -> int:
     return int(_module("plexrl.waiting.learned.demo").run(args.out, args.seeds))
+
+
+def _llm(args: argparse.Namespace) -> int:
+    language = _module("plexrl.waiting.bench.language")
+    return int(language.run(args.out, seeds=args.seeds, episodes=args.episodes))
 
 
 def _module(name: str) -> Any:

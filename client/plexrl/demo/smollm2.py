@@ -55,7 +55,7 @@ def run(out: Path, console: Console | None = None, steps: int | None = None) -> 
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     example = load_example("smollm2")
-    catalogue = _catalogue(out, example, console)
+    catalogue = catalogue_of(out, example, console)
     shutil.rmtree(out / "cluster", ignore_errors=True)
     settings = ClusterSettings(
         data_dir=out / "cluster",
@@ -79,7 +79,7 @@ def run(out: Path, console: Console | None = None, steps: int | None = None) -> 
     return 0 if all(outcome.learned for outcome in outcomes) else 1
 
 
-def _catalogue(out: Path, example: Any, console: Console) -> Path:
+def catalogue_of(out: Path, example: Any, console: Console) -> Path:
     """Converts the model once, in a process of its own so that its memory is free again."""
     directory = (out / "model").resolve()
     if not (directory / "model.safetensors").is_file():

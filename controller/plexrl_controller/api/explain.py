@@ -6,9 +6,11 @@ from google.rpc import status_pb2
 
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.readiness import blocked
+from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallState
+from plexrl_controller.scheduling.explain import why_waiting
 
 
 def explain(core: Core, call: Call, now: float) -> tuple[str, Sequence[CallId]]:
@@ -49,18 +51,12 @@ def _pending(core: Core, call: Call, name: str, now: float) -> tuple[str, Sequen
     if not group.connected:
         text = f"worker {worker.name} is {worker.state.name} and not connected"
         return f"{name} {waited}: WORKER_UNAVAILABLE: {text}", ()
+    view = group_view(ledger, worker.worker_id, now)
+    why_not = why_waiting(view, call.job_id, now, core.policy)
     running = [ledger.calls[c] for c in ledger.calls_on_worker[worker.worker_id]]
-    if running:
-        other = running[0]
-        owner = ledger.jobs[other.job_id].name if other.tenant == call.tenant else "another tenant's job"
-        seconds = now - (other.start_time or now)
-        text = (
-            f"{name} {waited}: GROUP_BUSY: worker {worker.name} serves {len(running)} call(s) of {owner} "
-            f"({other.kind.name.lower()} for {seconds:.1f} s); this job's turn comes within "
-            f"{core.policy.quantum_s:g} s of slice time plus the running call"
-        )
-        return text, [c.call_id for c in running if c.tenant == call.tenant][:16]
-    if group.held_since is not None and group.serving is not None and group.serving != call.job_id:
-        text = f"the group is held for a job's short stall, for {now - group.held_since:.2f} s"
-        return f"{name} {waited}: GROUP_BUSY: {text}", ()
-    return f"{name} is ready and about to be dispatched to worker {worker.name}", ()
+    blocking = [c.call_id for c in running if c.tenant == call.tenant][:16]
+    if why_not.blocker is None:
+        return f"{name} {waited}: GROUP_BUSY: on worker {worker.name} {why_not.text}", blocking
+    other = ledger.jobs.get(why_not.blocker)
+    owner = other.name if other is not None and other.tenant == call.tenant else "another tenant's job"
+    return f"{name} {waited}: GROUP_BUSY: on worker {worker.name} {owner} {why_not.text}", blocking

@@ -9,8 +9,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from plexrl.v1 import types_pb2, worker_pb2
+from plexrl_controller.dispatch.background import begin_moves
 from plexrl_controller.dispatch.cascade import fail, give_up_state
 from plexrl_controller.dispatch.core import Core, log
+from plexrl_controller.dispatch.learning import learn_interval, learn_return
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import replay_orders, restore_order
 from plexrl_controller.dispatch.replays import replayed_call
@@ -59,6 +61,9 @@ class GroupCycle:
                 core.invariant_violations += 1
                 log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))
                 return None
+            if not isinstance(plan.action, Serve):
+                # After a Serve comes another decision, which sees its residency changes.
+                begin_moves(core, self._worker_id, plan.background)
             match plan.action:
                 case Yield():
                     raise AssertionError("the view says that calls cannot yield")
@@ -107,9 +112,11 @@ class GroupCycle:
         self._charge_hold(batch, now)
         if group.serving != decision.job_id:
             group.serving, group.slice_start = decision.job_id, now
+            group.served_at[decision.job_id] = now
         group.on_device.difference_update(decision.evict)
         if decision.load is not None:
             group.on_device.add(decision.load)
+            group.prefetched = None
         for ready in calls:
             group.used_at[ready.model_id] = now
 
@@ -176,6 +183,8 @@ class GroupCycle:
         orders = self._swaps(decision, worker)
         # A job waits while it has something to run and nothing of it runs.
         idle, waited_s = not any(ledger.calls[c].job_id == decision.job_id for c in on_worker), 0.0
+        if idle:
+            learn_return(ledger, self._worker_id, decision.job_id, min(ready.ready_since for ready in calls))
         for ready in calls:
             call = ledger.calls[ready.call_id]
             since = ledger.ready_since.pop(call.call_id, now)
@@ -213,18 +222,18 @@ class GroupCycle:
         holder = group.serving
         models = self._core.ledger.models_of_job.get(holder) if holder is not None else None
         if holder is not None and models:
-            batch.interval(
-                Interval(
-                    kind=IntervalKind.HOLD,
-                    worker_id=self._worker_id,
-                    job_id=holder,
-                    model_id=next(iter(models)),
-                    call_id=None,
-                    call_kind=None,
-                    start_unix_ns=int(held_since * 1e9),
-                    end_unix_ns=int(now * 1e9),
-                )
+            held = Interval(
+                kind=IntervalKind.HOLD,
+                worker_id=self._worker_id,
+                job_id=holder,
+                model_id=next(iter(models)),
+                call_id=None,
+                call_kind=None,
+                start_unix_ns=int(held_since * 1e9),
+                end_unix_ns=int(now * 1e9),
             )
+            batch.interval(held)
+            learn_interval(self._core.ledger, held, now)
 
 
 def _argument_bytes(call: Call) -> int:

@@ -39,9 +39,11 @@ from plexrl_controller.domain.records import (
     Token,
     Worker,
 )
-from plexrl_controller.domain.states import CallState, IntervalKind
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
+from plexrl_controller.scheduling.estimates import Estimates
+from plexrl_controller.scheduling.fairness import Accounts
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
@@ -69,10 +71,16 @@ class GroupState:
     slice_start: float = 0.0
     held_since: float | None = None
     on_device: set[ModelId] = field(default_factory=set)
+    prefetched: ModelId | None = None
+    """Ordered to be brought nearer to the device since the last load."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
+    served_at: dict[JobId, float] = field(default_factory=dict)
+    """When each job's last slice began."""
     resident_bytes: int = 0
+    estimates: Estimates = field(default_factory=Estimates)
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,8 @@ class JobFacts:
     idle_until: float | None = None
     mid_iteration: bool = False
     last_finish: float = 0.0
+    last_kind: CallKind | None = None
+    """Kind of the call that finished last."""
     wait_s: float = 0.0
     calls_succeeded: int = 0
 
@@ -129,7 +139,8 @@ class Ledger:
         """Calls of a model that are being accepted one after the other, each behind the write of its arguments."""
         self.deploying: dict[ModelId, int] = {}
         """Models whose deploy order is out, with the incarnation that got it."""
-        self.round_trip_s: dict[JobId, float] = {}
+        self.tenant_accounts = Accounts()
+        """Device seconds against quotas, over all groups."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -221,8 +232,13 @@ class Ledger:
                 self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
-        for by_job in (self.jobs, self.facts, self.accounts, self.round_trip_s):
+        for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        self.tenant_accounts.leave(job_id)
+        for group in self.groups.values():
+            group.estimates.forget(job_id)
+            group.accounts.leave(job_id)
+            group.served_at.pop(job_id, None)
 
     def _put(self, record: Record) -> None:
         match record:
@@ -316,13 +332,12 @@ class Batch:
         """Adds a new record."""
         self.ledger._put(record)
         self._inserts[type(record), record_id(record)] = record
-        for machine in MACHINES.values():
-            if isinstance(record, machine[1]):
-                self._events.append(machine[0].created(record, self.now))
+        if (machine := MACHINES.get(type(record).__name__)) is not None:
+            self._events.append(machine.created(record, self.now))
 
     def transition(self, record: R, event: Enum, **changes: Any) -> R:
         """Applies an event of the record's machine. Raises StaleTransition."""
-        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__][0]
+        machine: Machine[R, Any, Any] = MACHINES[type(record).__name__]
         applied = machine.apply(record, event, self.now, **changes)
         self._write(applied.record)
         self._events.append(applied.event)
@@ -388,11 +403,11 @@ class Batch:
         self._updates.append(record)
 
 
-MACHINES: dict[str, tuple[Machine[Any, Any, Any], type]] = {
-    "Job": (jobs.MACHINE, Job),
-    "Model": (models.MACHINE, Model),
-    "Call": (calls.MACHINE, Call),
-    "Worker": (workers.MACHINE, Worker),
+MACHINES: dict[str, Machine[Any, Any, Any]] = {
+    "Job": jobs.MACHINE,
+    "Model": models.MACHINE,
+    "Call": calls.MACHINE,
+    "Worker": workers.MACHINE,
 }
 
 

@@ -23,8 +23,8 @@ from plexrl_controller.domain.records import Job, Model, Worker
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
-from plexrl_controller.scheduling.place import GroupRequest, Placed, PlacementRequest, Refused, place
-from plexrl_controller.scheduling.views import Requirements
+from plexrl_controller.scheduling.place import Blocker, GroupRequest, Placed, PlacementRequest, Refused, place
+from plexrl_controller.scheduling.views import ClusterView, Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
         raise AlreadyExists(f"job {job.name} has a model named {spec.name!r}", reason="MODEL_NAME_TAKEN")
     if len(live) >= limits.MAX_MODELS_PER_JOB:
         raise ResourceExhausted(f"job {job.name} has {len(live)} models, which is the limit; delete some")
-    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings)
+    worker_id = choose_worker(core, spec.base, spec.affinity, spec.settings, job=job)
     batch = core.batch()
     model = Model(
         model_id=ModelId(core.new_id()),
@@ -85,13 +85,18 @@ def choose_worker(
     settings: model_pb2.ModelSettings,
     state_bytes: int = 0,
     may_take: Callable[[Worker], bool] = lambda _: True,
+    *,
+    job: Job | None = None,
 ) -> WorkerId:
-    """Places a model on a worker that `may_take` it.
+    """Places a model on a worker that `may_take` it: for a `job` that its tenant's quota allows, or wherever it was.
 
-    Raises Unavailable when a worker may come, FailedPrecondition when none can ever do.
+    Raises ResourceExhausted when the tenant's device seconds are used up, Unavailable when a worker may come,
+    FailedPrecondition when none can ever do.
     """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
+        job_id=job.job_id if job is not None else None,
+        tenant=job.tenant if job is not None else None,
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
@@ -101,15 +106,25 @@ def choose_worker(
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    view = cluster_view(core.ledger)
-    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
-    match place(replace(view, groups=taking), request, core.policy):
+    outcome = place(_taking(core, may_take), request, core.policy)
+    if isinstance(outcome, Refused):
+        # Nowhere in host memory: then where the least recently used states may lie on disk.
+        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
+    match outcome:
         case Placed() as placed:
             return placed.worker_id
+        case Refused(reason=reason, blocker=Blocker.QUOTA):
+            raise ResourceExhausted(f"the model is not placed: {reason}", reason="QUOTA_EXHAUSTED")
         case Refused(reason=reason, temporary=True):
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
             raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:
+    view = cluster_view(core.ledger, core.clock.now(), with_disk=with_disk)
+    taking = [group for group in view.groups if may_take(core.ledger.workers[group.worker_ids[0]])]
+    return replace(view, groups=taking)
 
 
 def architecture_of(base: model_pb2.ModelBase) -> str | None:

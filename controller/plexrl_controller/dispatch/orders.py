@@ -97,6 +97,12 @@ class OrderBook:
         self._swaps.add(order.order_id)
         return order
 
+    def prefetch(self, model_id: ModelId, incarnation: int) -> worker_pb2.Order:
+        """Bring a parked state up, beside what runs."""
+        order = self._order(incarnation)
+        order.prefetch.CopyFrom(worker_pb2.PrefetchOrder(model_id=model_id, tier=types_pb2.TIER_DEVICE))
+        return order
+
     def run(self, call: Call, spec: types_pb2.CallSpec, after_sequence: int) -> worker_pb2.Order:
         """Execute the call's current attempt."""
         order = self._order(call.worker_incarnation)

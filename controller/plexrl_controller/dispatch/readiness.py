@@ -9,8 +9,9 @@ from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
 from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call, Model
-from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
+from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.views import ReadyCall
 
 READY_LIMIT = 64
@@ -41,6 +42,7 @@ def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ..
 def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
     if model.failed_sequence:
         return []
+    estimates = _estimates(ledger, model)
     found: list[ReadyCall] = []
     number, after = model.due_sequence, model.applied_sequence
     while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
@@ -49,7 +51,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
             if call.kind.makes_version and _draining(ledger, call, index):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after_sequence=after))
+            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after, _expected_s(estimates, call)))
         elif call.state is CallState.CANCELLING:
             break
         if call.kind.makes_version:
@@ -59,6 +61,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 
 def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
+    estimates = _estimates(ledger, model)
     found: list[ReadyCall] = []
     for call_id in index.pending_generates:
         if len(found) >= READY_LIMIT:
@@ -66,8 +69,17 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since))
+            found.append(ReadyCall(call_id, model.model_id, call.kind, since, 0, _expected_s(estimates, call)))
     return found
+
+
+def _estimates(ledger: Ledger, model: Model) -> Estimates | None:
+    group = ledger.groups.get(model.worker_id) if model.worker_id is not None else None
+    return group.estimates if group is not None else None
+
+
+def _expected_s(estimates: Estimates | None, call: Call) -> float | None:
+    return estimates.expected_s(call.job_id, call.kind) if estimates is not None else None
 
 
 def _draining(ledger: Ledger, sync: Call, index: ModelCalls) -> list[CallId]:

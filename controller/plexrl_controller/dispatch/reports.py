@@ -11,6 +11,7 @@ from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch.cascade import fail, give_up_state, lose_attempt, lose_model_state, requeue
 from plexrl_controller.dispatch.core import Core, log
+from plexrl_controller.dispatch.learning import learn_interval, learn_iteration
 from plexrl_controller.dispatch.ledger import Batch, HostImage
 from plexrl_controller.dispatch.recovery import not_restored, replay_ended, restored
 from plexrl_controller.dispatch.replay_log import REPLAYED
@@ -33,7 +34,6 @@ _NOT_BEGUN = frozenset(
 )
 # What a call hears of a state that is being rebuilt: it waits, and runs when that is done.
 _STATE_IS_GONE = frozenset({"STATE_LOST", "HOST_STATE_CORRUPT", "SEQUENCE_MISMATCH", "NOT_DEPLOYED", "VERSION_GONE"})
-_ROUND_TRIP_WEIGHT = 0.3
 
 
 class ReportRecorder:
@@ -110,7 +110,7 @@ class ReportRecorder:
         finished = report.finished
         facts = self._core.ledger.facts.get(call.job_id)
         if facts is not None:
-            facts.last_finish = batch.now
+            facts.last_finish, facts.last_kind = batch.now, call.kind
         error = wire.error_info(finished.error)
         if error is None and result is not None:
             self._succeeded(batch, call, report, result)
@@ -165,6 +165,8 @@ class ReportRecorder:
         if facts is not None:
             facts.calls_succeeded += 1
             facts.mid_iteration = not call.kind.makes_version
+        if call.kind.makes_version and call.worker_id is not None:
+            learn_iteration(ledger, call.worker_id, call.job_id)
         if call.kind.sequenced:
             self._advance(batch, model, call, result)
         batch.transition(
@@ -297,40 +299,42 @@ class ReportRecorder:
             return
         call_id = CallId(interval.call_id) if interval.call_id else None
         kind = IntervalKind(interval.kind)
-        batch.interval(
-            Interval(
-                kind=kind,
-                worker_id=worker_id,
-                job_id=job_id,
-                model_id=ModelId(interval.model_id),
-                call_id=call_id,
-                call_kind=CallKind(interval.call_kind) if interval.call_kind else None,
-                start_unix_ns=interval.start_unix_ns,
-                end_unix_ns=interval.end_unix_ns,
-                moved_bytes=interval.moved_bytes,
-            )
+        measured = Interval(
+            kind=kind,
+            worker_id=worker_id,
+            job_id=job_id,
+            model_id=ModelId(interval.model_id),
+            call_id=call_id,
+            call_kind=CallKind(interval.call_kind) if interval.call_kind else None,
+            start_unix_ns=interval.start_unix_ns,
+            end_unix_ns=interval.end_unix_ns,
+            moved_bytes=interval.moved_bytes,
         )
-        if kind in (IntervalKind.SWAP_IN, IntervalKind.SWAP_OUT):
-            # A round trip is out and in; one interval is one of the two.
-            sample = 2 * (interval.end_unix_ns - interval.start_unix_ns) / 1e9
-            before = self._core.ledger.round_trip_s.get(job_id, sample)
-            self._core.ledger.round_trip_s[job_id] = before + _ROUND_TRIP_WEIGHT * (sample - before)
+        batch.interval(measured)
+        learn_interval(self._core.ledger, measured, batch.now)
 
 
 def note_lost_state(core: Core, batch: Batch, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
-    """Begins the recovery of a model whose worker lost the newest state; its host tier may still have an older one."""
+    """Begins the recovery of a model whose worker lost the newest state; it may still have a whole one of earlier on.
+
+    A worker's new life says so as well, of what the life before parked: the recovery has begun then, and has not come
+    to choose its copy.
+    """
     model = core.ledger.models.get(ModelId(status.model_id))
     if model is None or not status.state_lost or model.worker_id != worker_id:
         return
     recovery = core.ledger.recoveries.get(model.model_id)
     replaying = model.state is ModelState.RECOVERING and recovery is not None and recovery.replays is not None
-    if model.state is not ModelState.PLACED and not replaying:
+    begun = model.state is ModelState.RECOVERING and recovery is None
+    if model.state is not ModelState.PLACED and not replaying and not begun:
         return
     core.ledger.host_images.pop(model.model_id, None)
     if status.host_image:
         incarnation = core.ledger.workers[worker_id].incarnation
         image = HostImage(worker_id, incarnation, status.host_image_sequence, status.host_image_weights_version)
         core.ledger.host_images[model.model_id] = image
+    if begun:
+        return
     if replaying:
         # What killed the engine may do so each time: the replay's own report counts that, and begins anew.
         return

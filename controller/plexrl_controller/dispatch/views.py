@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from plexrl.v1 import registry_pb2
-from plexrl_controller.dispatch.ledger import JobFacts, Ledger
+from plexrl_controller.dispatch.learning import corrected_hint
+from plexrl_controller.dispatch.ledger import GroupState, JobFacts, Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
 from plexrl_controller.dispatch.replays import replays_in_flight
 from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
 from plexrl_controller.domain.records import Worker
-from plexrl_controller.domain.states import WorkerState
+from plexrl_controller.domain.states import CallKind, WorkerState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.scheduling.views import (
     ClusterView,
@@ -42,21 +43,34 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 state_bytes=model.state_bytes,
                 on_device=model_id in group.on_device,
                 last_used=group.used_at.get(model_id, 0.0),
+                moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
             )
         )
     jobs = []
+    estimates = group.estimates
     for job_id, views in models.items():
+        record = ledger.jobs.get(job_id)
+        weight = record.weight if record is not None else 1.0
+        group.accounts.join(job_id, weight=weight)
         facts = ledger.facts.get(job_id, JobFacts(lease_end=0.0))
         jobs.append(
             JobView(
                 job_id=job_id,
                 models=tuple(views),
                 in_flight=in_flight.get(job_id, 0),
-                idle_until=facts.idle_until,
+                idle_until=corrected_hint(facts, estimates.hint_factor(job_id)),
+                mid_phase=facts.mid_iteration and facts.last_kind is CallKind.GENERATE,
                 mid_iteration=facts.mid_iteration,
                 last_finish=facts.last_finish,
-                round_trip_s=ledger.round_trip_s.get(job_id, DEFAULT_ROUND_TRIP_S),
+                round_trip_s=_round_trip_s(estimates.round_trip_s(job_id)),
+                expected_stall_s=(
+                    estimates.expected_stall_s(job_id, facts.last_kind) if facts.last_kind is not None else None
+                ),
+                attained_s=group.accounts.attained_s(job_id),
+                over_quota=ledger.tenant_accounts.over_quota(job_id, now),
+                last_served=group.served_at.get(job_id, 0.0),
+                weight=weight,
             )
         )
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
@@ -67,24 +81,35 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         jobs=tuple(jobs),
         serving=group.serving,
         slice_start=group.slice_start,
+        background_moves=capabilities.prefetch,
     )
 
 
-def cluster_view(ledger: Ledger) -> ClusterView:
-    """Every worker that is registered and not lost, each a group of one rank."""
+def _round_trip_s(measured_s: float | None) -> float:
+    return measured_s if measured_s is not None else DEFAULT_ROUND_TRIP_S
+
+
+def cluster_view(ledger: Ledger, now: float, *, with_disk: bool = False) -> ClusterView:
+    """Every worker that is registered and not lost, each a group of one rank.
+
+    with_disk: parked states may lie on disk as well as in host memory.
+    """
+    living = [worker for worker in ledger.workers.values() if worker.state is not WorkerState.LOST]
     return ClusterView(
-        tuple(_placed_group_view(ledger, w) for w in ledger.workers.values() if w.state is not WorkerState.LOST)
+        tuple(_placed_group_view(ledger, worker, with_disk) for worker in living),
+        now=now,
+        tenants=ledger.tenant_accounts.tenants(now),
     )
 
 
-def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
+def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> PlacedGroupView:
     capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
     group = ledger.groups[worker.worker_id]
     members: dict[JobId, MemberView] = {}
     for model_id in ledger.models_of_worker[worker.worker_id]:
         model = ledger.models[model_id]
         if model.state not in model_lifecycle.TERMINAL:
-            before = members.get(model.job_id, MemberView(model.job_id, 0))
+            before = members.get(model.job_id) or _member(ledger, group, model.job_id)
             members[model.job_id] = replace(
                 before, state_bytes=before.state_bytes + model.state_bytes, model_ids=before.model_ids | {model_id}
             )
@@ -93,7 +118,7 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
         worker_ids=(worker.worker_id,),
         hardware=Hardware(
             device_state_bytes=capabilities.device_state_bytes,
-            host_state_bytes=capabilities.host_state_bytes,
+            host_state_bytes=max(capabilities.host_state_bytes, capabilities.disk_state_bytes if with_disk else 0),
             labels=worker.labels,
             architectures=frozenset(capabilities.architectures),
             catalogue=frozenset(capabilities.catalogue),
@@ -102,3 +127,9 @@ def _placed_group_view(ledger: Ledger, worker: Worker) -> PlacedGroupView:
         ready=worker.state is WorkerState.READY and group.connected and not group.stopping,
         members=tuple(members.values()),
     )
+
+
+def _member(ledger: Ledger, group: GroupState, job_id: JobId) -> MemberView:
+    job = ledger.jobs.get(job_id)
+    target = job.slowdown_target if job is not None else MemberView(job_id, 0).slowdown_target
+    return MemberView(job_id, 0, demand=group.estimates.demand(job_id), slowdown_target=target)

@@ -113,6 +113,7 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     await core.commit(batch)
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
+    group.prefetched = None
     lost = core.batch()
     for deployment in status.deployments:
         note_residency(core, worker_id, deployment)

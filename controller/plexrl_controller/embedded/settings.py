@@ -37,7 +37,7 @@ class ClusterSettings:
     # "vllm", or "fake": no model at all, for tests and for measuring the control path.
     engine: str = "vllm"
     # How a group chooses its next job: "fifo", or "hold", which keeps the group through every stall.
-    policy: str = "fifo"
+    policy: str = "hrrs"
     catalogue_file: Path | None = None
     # Whether a part that died is started again, and how long after its first death; the delay doubles up to 10 s.
     restart: bool = True

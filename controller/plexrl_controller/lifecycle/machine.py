@@ -7,6 +7,7 @@ business.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from plexrl_controller.domain.errors import StaleTransition
@@ -71,7 +72,16 @@ class Machine(Generic[R, S, E]):
 
     def find(self, state: S, event: E) -> Transition[S, E] | None:
         """The row that `event` selects in `state`, if any."""
-        return next((t for t in self.transitions if t.event is event and state in t.sources), None)
+        return self._rows.get((event, state))
+
+    @cached_property
+    def _rows(self) -> Mapping[tuple[E, S], Transition[S, E]]:
+        """The first row of each event and source."""
+        rows: dict[tuple[E, S], Transition[S, E]] = {}
+        for transition in self.transitions:
+            for source in transition.sources:
+                rows.setdefault((transition.event, source), transition)
+        return rows
 
     def sources_of(self, event: E) -> frozenset[S]:
         """Every state from which `event` leads somewhere."""

@@ -30,6 +30,8 @@ class Sketch:
         self._sum = 0.0
         self._squares = 0.0
         self.observations = 0
+        self._median: float | None = None
+        self._median_at = 0
 
     def add(self, value: float) -> None:
         """One measurement; negative ones count as 0."""
@@ -54,6 +56,13 @@ class Sketch:
             if below >= share * (1.0 - 1e-9):
                 return value
         return value
+
+    @property
+    def median(self) -> float | None:
+        """The quantile one half, computed anew when an eighth more has been measured: views ask at every event."""
+        if self.observations - self._median_at > self.observations // 8 or self._median is None:
+            self._median, self._median_at = self.quantile(0.5), self.observations
+        return self._median
 
     @property
     def mean(self) -> float | None:
@@ -85,7 +94,7 @@ class JobEstimates:
 
     service: dict[CallKind, Sketch] = field(default_factory=dict)
     stall: dict[CallKind, Sketch] = field(default_factory=dict)
-    swap: Sketch = field(default_factory=Sketch)
+    swap: Sketch = field(default_factory=lambda: Sketch(memory=16.0))
     busy: Sketch = field(default_factory=Sketch)
     iteration: Sketch = field(default_factory=Sketch)
     visits: Sketch = field(default_factory=Sketch)
@@ -171,7 +180,7 @@ class Estimates:
         return Demand(iteration_s, busy_s, visits, min(1.0, variation), round_trip_s=self.round_trip_s(job_id) or 0.0)
 
     def _median(self, sketch: Sketch | None) -> float | None:
-        return sketch.quantile(0.5) if sketch is not None and sketch.observations >= self.MIN_OBSERVATIONS else None
+        return sketch.median if sketch is not None and sketch.observations >= self.MIN_OBSERVATIONS else None
 
     def _job(self, job_id: JobId) -> JobEstimates:
         return self._jobs.setdefault(job_id, JobEstimates())

@@ -36,6 +36,8 @@ class Accounts:
     """
 
     quotas: Mapping[Tenant, Quota] = field(default_factory=dict)
+    default_quota: Quota | None = None
+    """Of tenants that `quotas` does not name."""
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _windows: dict[Tenant, _Window] = field(default_factory=dict)
 
@@ -59,8 +61,8 @@ class Accounts:
         if job is None:
             return
         job.attained_s += seconds / job.weight
-        if job.tenant is not None and job.tenant in self.quotas:
-            self._window(job.tenant, now).used_s += seconds * world_size
+        if (quota := self._quota(job.tenant)) is not None and job.tenant is not None:
+            self._window(job.tenant, quota, now).used_s += seconds * world_size
 
     def attained_s(self, job_id: JobId) -> float:
         """Service so far divided by weight; 0 for a job that has not joined."""
@@ -70,22 +72,25 @@ class Accounts:
     def over_quota(self, job_id: JobId, now: float) -> bool:
         """Whether the job's tenant has used up its window."""
         job = self._jobs.get(job_id)
-        if job is None or job.tenant is None or job.tenant not in self.quotas:
+        if job is None or job.tenant is None or (quota := self._quota(job.tenant)) is None:
             return False
-        return self._window(job.tenant, now).used_s >= self.quotas[job.tenant].device_s
+        return self._window(job.tenant, quota, now).used_s >= quota.device_s
 
     def tenants(self, now: float) -> dict[Tenant, TenantUse]:
-        """Every tenant with a quota, as placement sees it."""
+        """Every tenant that has a quota and has used some of it, as placement sees it."""
         uses = {}
-        for tenant, quota in self.quotas.items():
-            window = self._window(tenant, now)
-            uses[tenant] = TenantUse(window.used_s, quota.device_s, window.start + quota.window_s)
+        for tenant in (*self.quotas, *self._windows):
+            if (quota := self._quota(tenant)) is not None:
+                window = self._window(tenant, quota, now)
+                uses[tenant] = TenantUse(window.used_s, quota.device_s, window.start + quota.window_s)
         return uses
 
-    def _window(self, tenant: Tenant, now: float) -> _Window:
+    def _quota(self, tenant: Tenant | None) -> Quota | None:
+        return self.quotas.get(tenant, self.default_quota) if tenant is not None else None
+
+    def _window(self, tenant: Tenant, quota: Quota, now: float) -> _Window:
         window = self._windows.setdefault(tenant, _Window(now))
-        length = self.quotas[tenant].window_s
-        if now >= window.start + length:
-            window.start += length * ((now - window.start) // length)
+        if now >= window.start + quota.window_s:
+            window.start += quota.window_s * ((now - window.start) // quota.window_s)
             window.used_s = 0.0
         return window

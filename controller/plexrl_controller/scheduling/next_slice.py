@@ -39,6 +39,21 @@ def oldest(job: JobView) -> ReadyCall:
     return min((m.ready[0] for m in job.models if m.ready), key=_call_key)
 
 
+def slice_s(job: JobView, policy: Policy) -> float:
+    """How long a job's slice lasts while others wait: long enough to be worth its swaps."""
+    return max(policy.quantum_s, job.round_trip_s / policy.max_swap_share)
+
+
+def would_choose(view: GroupView, now: float, policy: Policy) -> JobView | None:
+    """Who would be served if the group came free now; None when nobody waits."""
+    waiting = [job for job in view.jobs if job.job_id != view.serving and _has_ready(job)]
+    serving = view.job(view.serving) if view.serving is not None else None
+    starving = [job for job in waiting if now - waiting_since(job) >= policy.starvation_bound_s]
+    if serving is not None and not _has_ready(serving):
+        serving = None
+    return _choose(waiting, starving, serving, now, policy) if waiting else serving
+
+
 def expected_return(job: JobView, policy: Policy) -> float | None:
     """When a job without ready calls is expected back; None while nothing is known."""
     if policy.use_hints and job.idle_until is not None and job.idle_until > job.last_finish:
@@ -158,7 +173,7 @@ def _keeps(view: GroupView, serving: JobView, now: float, policy: Policy) -> boo
         case HoldRule.PHASE if serving.mid_phase:
             return True
         case _:
-            return now - view.slice_start < max(policy.quantum_s, serving.round_trip_s / policy.max_swap_share)
+            return now - view.slice_start < slice_s(serving, policy)
 
 
 def _choose(
@@ -184,7 +199,8 @@ def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool,
             service_s = sum(c.expected_s or 0.0 for m in job.models for c in m.ready) or 1.0
             models = [m for m in job.models if m.ready]
             setup_s = _model_of(job).load_s if models and not _model_of(job).on_device else 0.0
-            return job.over_quota, -(now - since + service_s + setup_s) / (service_s + setup_s), since
+            ratio = (job.weight * (now - since) + service_s + setup_s) / (service_s + setup_s)
+            return job.over_quota, -ratio, since
 
 
 def _upcoming(

@@ -11,7 +11,7 @@ class Order(Enum):
     LAS = "las"
     """Least attained service, divided by weight, set-up charged: equal shares whatever the calls look like."""
     HRRS = "hrrs"
-    """Highest response ratio with set-up, (wait + service + swap) / (service + swap)."""
+    """Highest response ratio with set-up, (wait * weight + service + swap) / (service + swap)."""
     FIFO = "fifo"
     """The job whose oldest call has waited longest."""
 
@@ -47,7 +47,7 @@ class Strategy(Enum):
 class Policy:
     """The parameters of `next_slice` and `place`."""
 
-    order: Order = Order.LAS
+    order: Order = Order.HRRS
     hold: HoldRule = HoldRule.SKI_RENTAL
     quantum_s: float = 10.0
     """A job that always has work keeps the group this long while others wait."""
@@ -65,7 +65,7 @@ class Policy:
     """Predict stalls of jobs that say nothing."""
     chunking: bool = True
     """Long calls yield to waiting jobs, on groups that can."""
-    chunk_s: float = 60.0
+    chunk_s: float = 30.0
     """How long a call runs before it yields to others that wait; also the most work given ahead while others wait."""
     prefetch: bool = True
     """Load the next job's model while another runs, where the device has room."""
@@ -95,7 +95,7 @@ class Policy:
     the gain."""
     replace_at_boundaries: bool = True
     """When a job ends, members that miss their target may move, and groups that fit into others are emptied."""
-    slowdown_margin: float = 0.0
+    slowdown_margin: float = 0.05
     """Kept free below each target for errors of the estimates."""
 
     def __post_init__(self) -> None:

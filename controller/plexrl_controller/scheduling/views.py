@@ -79,6 +79,8 @@ class JobView:
     """Its tenant has used up its device seconds: it is served when nobody within quota waits, or when it starves."""
     last_served: float = 0.0
     """When its last slice on this group began; 0 before the first."""
+    weight: float = 1.0
+    """Share weight of the job."""
 
     @property
     def ready(self) -> tuple[ReadyCall, ...]:

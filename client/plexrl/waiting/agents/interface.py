@@ -4,7 +4,7 @@ Knows nothing of how episodes are run; agents know nothing of each other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from plexrl.waiting.scenarios import Operation
@@ -62,7 +62,6 @@ class Action:
     code: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    label: str = field(default="", compare=False)
 
 
 class Agent(Protocol):

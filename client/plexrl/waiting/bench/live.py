@@ -19,7 +19,7 @@ _STYLES = {
 }
 
 
-def run(agent: Agent, law: str, *, episodes: int, seed: int, speed: float) -> None:
+def run(agent: Agent, law: str, *, episodes: int, seed: int, speed: float, exact_history: bool = False) -> None:
     """Prints each action, sleep and outcome. Sleeps last as long as on the clock, divided by `speed`; inf: no time."""
     console = Console()
     clock_s = 0.0
@@ -34,7 +34,7 @@ def run(agent: Agent, law: str, *, episodes: int, seed: int, speed: float) -> No
             console.print(f"{head} {line}", style=_STYLES.get(event.what, ""), highlight=False, markup=False)
 
     with Sandbox() as sandbox:
-        life = Run(SCENARIOS[law], agent, sandbox, seed, watch=watch)
+        life = Run(SCENARIOS[law], agent, sandbox, seed, watch=watch, exact_history=exact_history)
         for episode in range(episodes):
             clock_s = 0.0
             console.rule(f"{agent.name}, {law}, episode {episode}", align="left")

@@ -6,9 +6,10 @@ Knows objects of the API; knows nothing of time.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plexrl.waiting.cluster.objects import Object, is_deleting, labels_of, look_up, name_of
+from plexrl.waiting.cluster.objects import Object, annotations_of, is_deleting, labels_of, look_up, name_of
 from plexrl.waiting.cluster.quantities import parse_quantity
 
+SIMULATED = "plexrl.dev/simulated"
 _PODS = "pods"
 # Resources are counted in thousandths, so that sums are exact.
 _SCALE = 1000
@@ -43,6 +44,10 @@ class Nodes:
 
     def __contains__(self, name: str) -> bool:
         return name in self._states
+
+    def is_simulated(self, name: str) -> bool:
+        state = self._states.get(name)
+        return state is not None and annotations_of(state.node).get(SIMULATED) == "true"
 
     def set_node(self, node: Object) -> None:
         state = self._states.setdefault(name_of(node), NodeState(node))

@@ -30,6 +30,7 @@ from plexrl.waiting.latency.presets import MaybeLaw, Preset
 
 WATCHED = (NODES, CLAIMS, PODS)
 RETRY_S = 1.0
+HEARTBEAT_S = 10.0
 BACK_OFF_S = 10.0
 BACK_OFF_LIMIT_S = 300.0
 EXIT_CODE = OVERRIDE_PREFIX + "exit-code"
@@ -86,16 +87,22 @@ class _Timer:
     action: Action = field(compare=False)
 
 
+class Role(Enum):
+    """What the engine plays."""
+
+    CLUSTER = auto()
+    """Scheduler, volumes, new nodes, and every node: nobody else is there."""
+    NODES = auto()
+    """The simulated nodes alone; scheduling and everything else is the business of a real cluster."""
+
+
 class StageEngine:
-    """Latencies for one cluster in one episode.
+    """Latencies for one cluster in one episode."""
 
-    With `schedules` false, pods are left to another scheduler, and only what happens on nodes takes its time here.
-    """
-
-    def __init__(self, preset: Preset, *, seed: int = 0, episode: int = 0, schedules: bool = True) -> None:
+    def __init__(self, preset: Preset, *, seed: int = 0, episode: int = 0, role: Role = Role.CLUSTER) -> None:
         self.preset = preset
         self._draws = Draws(seed, episode)
-        self._schedules = schedules
+        self._role = role
         self._timers: list[_Timer] = []
         self._order = 0
         self._pods: dict[str, _Pod] = {}
@@ -112,7 +119,11 @@ class StageEngine:
         """The nodes that are there from the start."""
         calls: list[Call] = []
         for _ in range(self.preset.pool.count):
-            calls += self._node_calls(self._next_node_name(), now)
+            name = self._next_node_name()
+            calls += self._node_calls(name, now)
+            if self._role is Role.NODES:
+                # A node that is not heard of counts as lost.
+                self._at(HEARTBEAT_S, functools.partial(self._beat, name))
         return calls
 
     def next_due_s(self) -> float | None:
@@ -133,7 +144,7 @@ class StageEngine:
                 self._see_pod(item, now_s)
         elif kind is NODES:
             self._see_node(event, item, now_s)
-        elif kind is CLAIMS:
+        elif kind is CLAIMS and self._role is Role.CLUSTER:
             self._see_claim(event, item, now_s)
 
     # --- pods ---
@@ -149,13 +160,15 @@ class StageEngine:
         if node:
             self._waiting.pop(uid, None)
             self._nodes.put(pod, node)
+            if not self._is_ours(node):
+                return
         if is_deleting(pod):
             if node and state.stage is not Stage.STOPPING:
                 grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds", 0))
                 self._enter(state, Stage.STOPPING, now_s + min(grace_s, self._draw(state, "stop")), self._stop)
             return
         if state.stage is Stage.NEW and not node:
-            if self._schedules:
+            if self._role is Role.CLUSTER:
                 self._enter(state, Stage.SCHEDULING, now_s + self._draw(state, "schedule"), self._schedule)
         elif node and state.stage in (Stage.NEW, Stage.SCHEDULING, Stage.UNSCHEDULABLE):
             self._take_over(state, now_s)
@@ -196,7 +209,7 @@ class StageEngine:
         if said:
             return []
         event = _event(state.pod, "FailedScheduling", why, now, _SCHEDULER, "Warning")
-        return [_status_call(state.pod, statuses.unschedulable(why, now)), event]
+        return [_status_call(state.pod, statuses.unschedulable(state.pod, why, now)), event]
 
     def _arrive(self, state: _Pod, now_s: float, now: str) -> list[Call]:
         """On its node: images first."""
@@ -310,7 +323,7 @@ class StageEngine:
         if is_new:
             for state in self._pods.values():
                 if state.pod["spec"].get("nodeName") == name and state.stage is not Stage.ENDED:
-                    self._nodes.put(state.pod, name)
+                    self._see_pod(state.pod, now_s)
         self._retry_soon(now_s)
 
     def _see_claim(self, event: str, claim: Object, now_s: float) -> None:
@@ -381,6 +394,15 @@ class StageEngine:
             Call("POST", "/api/v1/nodes", statuses.node(name)),
             Call("PATCH", f"/api/v1/nodes/{name}/status", status, STRATEGIC),
         ]
+
+    def _beat(self, name: str, now_s: float, now: str) -> list[Call]:
+        if name not in self._nodes:
+            return []
+        self._at(now_s + HEARTBEAT_S, functools.partial(self._beat, name))
+        return self._node_calls(name, now)[1:]
+
+    def _is_ours(self, node: str) -> bool:
+        return self._role is Role.CLUSTER or self._nodes.is_simulated(node)
 
     def _next_node_name(self) -> str:
         self._node_number += 1

@@ -6,22 +6,28 @@ Knows the shapes of the API; knows nothing of when.
 import hashlib
 from typing import Any
 
-from plexrl.waiting.cluster.objects import Object, look_up, name_of, namespace_of, uid_of
+from plexrl.waiting.cluster.objects import Object, condition, look_up, name_of, namespace_of, uid_of
+from plexrl.waiting.latency.placement import SIMULATED
 
 KUBELET_VERSION = "v1.37.0"
 
 
-def _condition(kind: str, holds: bool, now: str, reason: str = "", message: str = "") -> Object:
-    entry: Object = {"type": kind, "status": "True" if holds else "False", "lastTransitionTime": now}
-    if reason:
-        entry["reason"] = reason
-    if message:
-        entry["message"] = message
-    return entry
+def _condition(about: Object, kind: str, holds: bool, now: str, reason: str = "", message: str = "") -> Object:
+    """A condition as part of a patch: what it no longer says is taken away, and its time moves only with its status."""
+    status = "True" if holds else "False"
+    before = condition(about, kind)
+    same = before is not None and before["status"] == status
+    return {
+        "type": kind,
+        "status": status,
+        "lastTransitionTime": before["lastTransitionTime"] if before is not None and same else now,
+        "reason": reason or None,
+        "message": message or None,
+    }
 
 
-def unschedulable(message: str, now: str) -> Object:
-    return {"status": {"conditions": [_condition("PodScheduled", False, now, "Unschedulable", message)]}}
+def unschedulable(pod: Object, message: str, now: str) -> Object:
+    return {"status": {"conditions": [_condition(pod, "PodScheduled", False, now, "Unschedulable", message)]}}
 
 
 def creating(pod: Object, now: str, host_ip: str, reason: str = "ContainerCreating", message: str = "") -> Object:
@@ -35,9 +41,9 @@ def creating(pod: Object, now: str, host_ip: str, reason: str = "ContainerCreati
             "hostIPs": [{"ip": host_ip}],
             "startTime": look_up(pod, "status", "startTime", default=now),
             "conditions": [
-                _condition("Initialized", True, now),
-                _condition("ContainersReady", False, now, "ContainersNotReady", why),
-                _condition("Ready", False, now, "ContainersNotReady", why),
+                _condition(pod, "Initialized", True, now),
+                _condition(pod, "ContainersReady", False, now, "ContainersNotReady", why),
+                _condition(pod, "Ready", False, now, "ContainersNotReady", why),
             ],
             "containerStatuses": [_status(pod, entry, {"waiting": waiting}) for entry in _containers(pod)],
         }
@@ -54,8 +60,8 @@ def running(pod: Object, now: str, pod_ip: str, ready: bool, restarts: int = 0) 
             "podIP": pod_ip,
             "podIPs": [{"ip": pod_ip}],
             "conditions": [
-                _condition("ContainersReady", ready, now, *reason),
-                _condition("Ready", ready, now, *reason),
+                _condition(pod, "ContainersReady", ready, now, *reason),
+                _condition(pod, "Ready", ready, now, *reason),
             ],
             "containerStatuses": [
                 _status(pod, entry, {"running": {"startedAt": started}}, ready=ready, started=True, restarts=restarts)
@@ -73,8 +79,8 @@ def finished(pod: Object, now: str, exit_code: int, restarts: int = 0) -> Object
         "status": {
             "phase": "Succeeded" if done else "Failed",
             "conditions": [
-                _condition("ContainersReady", False, now, *reason),
-                _condition("Ready", False, now, *reason),
+                _condition(pod, "ContainersReady", False, now, *reason),
+                _condition(pod, "Ready", False, now, *reason),
             ],
             "containerStatuses": [
                 _status(pod, entry, {"terminated": _terminated(pod, now, exit_code)}, restarts=restarts)
@@ -92,8 +98,8 @@ def crashed(pod: Object, now: str, exit_code: int, restarts: int, back_off_s: fl
         "status": {
             "phase": "Running",
             "conditions": [
-                _condition("ContainersReady", False, now, "ContainersNotReady"),
-                _condition("Ready", False, now, "ContainersNotReady"),
+                _condition(pod, "ContainersReady", False, now, "ContainersNotReady"),
+                _condition(pod, "Ready", False, now, "ContainersNotReady"),
             ],
             "containerStatuses": [
                 _status(pod, entry, {"waiting": waiting}, restarts=restarts, last=last) for entry in _containers(pod)
@@ -146,7 +152,7 @@ def node(name: str) -> Object:
         "metadata": {
             "name": name,
             "labels": {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"},
-            "annotations": {"plexrl.dev/simulated": "true"},
+            "annotations": {SIMULATED: "true"},
         },
     }
 
@@ -168,7 +174,8 @@ def node_status(name: str, cpu: str, memory: str, pods: int, now: str) -> Object
             "allocatable": room,
             "addresses": [{"type": "InternalIP", "address": node_ip(name)}, {"type": "Hostname", "address": name}],
             "conditions": [
-                {**_condition(kind, holds, now, reason), "lastHeartbeatTime": now} for kind, holds, reason in conditions
+                {**_condition({}, kind, holds, now, reason), "lastHeartbeatTime": now}
+                for kind, holds, reason in conditions
             ],
             "nodeInfo": {
                 "architecture": "amd64",

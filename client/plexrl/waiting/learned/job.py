@@ -40,7 +40,7 @@ class Settings:
     imitation_steps: int = 100
     imitation_batch: int = 128
     imitation_lr: float = 3e-3
-    steps: int = 150
+    steps: int = 200
     prompts: int = 64
     completions: int = 8
     draws: int = 8

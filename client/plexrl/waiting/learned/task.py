@@ -1,6 +1,6 @@
 """What the job learns: from eight earlier waits of an operation, write the sleeps of the next one.
 
-A prompt is the history: for each earlier wait the interval in which the operation finished, as two numbers. The
+A prompt is the history: for each earlier wait, shortest first, the interval in which it finished, as two numbers. The
 completion is four sleeps, the last of which repeats: the code action `for t in [...]: sleep, look, stop if done`. Its
 reward is minus what the wait cost, which a clock decides and nobody judges. Numbers are tokens on a logarithmic scale.
 
@@ -108,8 +108,10 @@ class Problems:
     by_s: FloatArray
 
     def prompts(self) -> list[list[int]]:
-        """Token ids: after, by, after, by, ..., EQUALS."""
-        pairs = np.stack((token_of(self.after_s), token_of(self.by_s)), axis=2).reshape(len(self.tasks), -1)
+        """Token ids: after, by, after, by, ..., EQUALS, the shortest wait first."""
+        order = np.argsort(self.by_s, axis=1)
+        ends = (token_of(np.take_along_axis(times_s, order, axis=1)) for times_s in (self.after_s, self.by_s))
+        pairs = np.stack(tuple(ends), axis=2).reshape(len(self.tasks), -1)
         return [[*row, EQUALS] for row in pairs.tolist()]
 
     def durations_s(self, generator: np.random.Generator, draws: int) -> FloatArray:

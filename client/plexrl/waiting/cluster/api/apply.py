@@ -68,9 +68,15 @@ def apply(schema: Schema, current: Object, applied: Object, manager: str, force:
     for path in sorted(before - wanted.keys() - others, key=len, reverse=True):
         merged = _without(schema, merged, path)
     taken = {path for path, _ in conflicts}
-    kept = [_reduced(entry, taken) for entry in entries if not _is_applier(entry, manager)]
     mine = _entry(manager, "Apply", current.get("apiVersion", applied.get("apiVersion")), set(wanted), now)
-    return _with_entries(merged, [*kept, mine])
+    after: list[Object] = []
+    for entry in entries:
+        if not _is_applier(entry, manager):
+            after.append(_reduced(entry, taken))
+        elif entry["fieldsV1"] == mine["fieldsV1"]:
+            # An apply that asks for the same again is not news.
+            mine = entry
+    return _with_entries(merged, sorted([*after, mine], key=lambda entry: str(entry.get("time"))))
 
 
 def own_changes(schema: Schema, previous: Object | None, item: Object, manager: str, now: str) -> Object:

@@ -12,14 +12,17 @@ import msgspec
 import yaml
 
 from plexrl.waiting.cluster.api.errors import bad_request, unsupported_media_type
+from plexrl.waiting.cluster.api.protobuf import MEDIA_TYPE as PROTOBUF
+from plexrl.waiting.cluster.api.protobuf import decode_protobuf
 from plexrl.waiting.cluster.api.schema import Schema, schema_of
 from plexrl.waiting.cluster.objects import Object
 from plexrl.waiting.cluster.quantities import parse_quantity
-from plexrl.waiting.cluster.resources import ResourceType
+from plexrl.waiting.cluster.resources import BY_KIND, ResourceType
 
 JSON = "application/json"
 YAML = "application/yaml"
 DEPTH_LIMIT = 64
+_MODELS = {names: kind.model for names, kind in BY_KIND.items()}
 WARNINGS_LIMIT = 20
 
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)$")
@@ -51,8 +54,10 @@ class Decoded:
 def parse_body(body: bytes, content_type: str) -> Any:
     """The JSON value in a body. Raises ApiError: 400 for what does not parse, 415 for other media types."""
     media_type = content_type.partition(";")[0].strip().lower()
+    if media_type == PROTOBUF:
+        return decode_protobuf(body, _MODELS) if body else None
     if media_type not in ("", JSON, YAML) and not media_type.endswith(("+json", "+yaml")):
-        raise unsupported_media_type((JSON, YAML))
+        raise unsupported_media_type((JSON, YAML, PROTOBUF))
     if not body.strip():
         return None
     try:

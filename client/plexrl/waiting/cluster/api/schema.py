@@ -31,6 +31,7 @@ MERGE_KEYS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("PersistentVolumeClaimStatus", "conditions"): ("type",),
     ("PodSpec", "containers"): ("name",),
     ("PodSpec", "ephemeralContainers"): ("name",),
+    ("PodSpec", "evictionResponders"): ("name",),
     ("PodSpec", "hostAliases"): ("ip",),
     ("PodSpec", "imagePullSecrets"): ("name",),
     ("PodSpec", "initContainers"): ("name",),

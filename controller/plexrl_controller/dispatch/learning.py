@@ -1,0 +1,55 @@
+"""What is measured of the jobs while they run becomes what scheduling knows of them: estimates and accounts.
+
+Volatile: a new leader begins with nothing known, places by memory and holds by the plain ski-rental rule until it has
+seen enough. Decides nothing.
+"""
+
+from plexrl_controller.dispatch.ledger import JobFacts, Ledger
+from plexrl_controller.domain.ids import JobId, WorkerId
+from plexrl_controller.domain.records import Interval
+from plexrl_controller.domain.states import IntervalKind
+
+
+def learn_interval(ledger: Ledger, interval: Interval, now: float) -> None:
+    """Device time was spent on a job: on its work, on moving its state, or on waiting for it."""
+    job, group = ledger.jobs.get(interval.job_id), ledger.groups.get(interval.worker_id)
+    if job is None or group is None:
+        return
+    seconds = (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+    for accounts in (group.accounts, ledger.tenant_accounts):
+        accounts.join(job.job_id, job.tenant, job.weight)
+        accounts.charge(job.job_id, seconds, now)
+    match interval.kind:
+        case IntervalKind.BUSY if interval.call_kind is not None:
+            group.estimates.service(job.job_id, interval.call_kind, seconds)
+        case IntervalKind.SWAP_IN | IntervalKind.SWAP_OUT:
+            group.estimates.swap(job.job_id, seconds)
+        case _:
+            pass
+
+
+def learn_return(ledger: Ledger, worker_id: WorkerId, job_id: JobId, ready_since: float) -> None:
+    """A job of which nothing ran is served again: it had stalled since its last call, if it had nothing to run."""
+    facts = ledger.facts.get(job_id)
+    if facts is None or facts.last_kind is None:
+        return
+    stall_s = max(0.0, ready_since - facts.last_finish)
+    ledger.groups[worker_id].estimates.stall(job_id, facts.last_kind, stall_s, _hinted_s(facts))
+
+
+def learn_iteration(ledger: Ledger, worker_id: WorkerId, job_id: JobId) -> None:
+    """A job has synced its weights: what was measured since its last sync is one iteration."""
+    ledger.groups[worker_id].estimates.iteration(job_id)
+
+
+def corrected_hint(facts: JobFacts, factor: float) -> float | None:
+    """Until when the job is likely idle, as it said itself, corrected by what its hints were worth so far."""
+    hinted_s = _hinted_s(facts)
+    return facts.idle_until if hinted_s is None else facts.last_finish + hinted_s * factor
+
+
+def _hinted_s(facts: JobFacts) -> float | None:
+    """How long the job said it would stay away after its last call."""
+    if facts.idle_until is None or facts.idle_until <= facts.last_finish or facts.last_finish <= 0.0:
+        return None
+    return facts.idle_until - facts.last_finish
