@@ -52,6 +52,12 @@ test: $(INSTALLED) ## all tests, the quick ones first
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
 	@$(BIN)/python -m pytest -q tests/unit
 
+SEEDS ?= 10000
+
+.PHONY: simulate-faults
+simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
 	@$(BIN)/ruff check --quiet

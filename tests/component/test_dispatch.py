@@ -1,6 +1,7 @@
 """The leader's promises over calls, sequences, versions, swaps and losses, with everything real but worker and disk."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from google.rpc import status_pb2
 
 from plexrl import wire
 from plexrl.v1 import call_pb2, model_pb2, types_pb2, worker_pb2
-from plexrl_controller.dispatch import jobs, models, reaper
+from plexrl_controller.dispatch import jobs, models, reaper, submit
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
@@ -435,6 +436,137 @@ async def test_outcomes_heard_out_of_order_never_move_a_sequence_backwards() -> 
         await leader.work()
         assert call_of(leader, next_call.call_id).state is CallState.SUCCEEDED
         assert call_of(leader, next_call.call_id).attempt == 1
+
+
+async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
+    """G08: what a worker built only to load into is never served as the training state."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        saved = await leader.submit(model, specs.save("doomed"), 1)
+        await leader.work()
+        doomed = call_of(leader, saved.call_id).checkpoint_id or ""
+        await leader.submit(model, specs.load(doomed), 2)
+        await leader.submit(model, specs.optim_step(), 3)
+        await leader.work()
+        del leader.worker.saved[doomed]
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        leader.worker.fail_next["load_checkpoint"] = (15, "CHECKPOINT_CORRUPT")
+        load = await leader.submit(model, specs.load(), 4)
+        await leader.work()
+        assert call_of(leader, load.call_id).reason is CallReason.CHECKPOINT_CORRUPT
+        assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
+        again = await leader.submit(model, specs.load(), 5)
+        step = await leader.submit(model, specs.optim_step(), 6)
+        await leader.work()
+        assert [call_of(leader, c.call_id).state for c in (again, step)] == [CallState.SUCCEEDED] * 2
+
+
+async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
+    """G03: what comes before a call that ended badly still runs; only what comes after it is blocked."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        first = await leader.submit(model, specs.forward_backward(), 1)
+        second = await leader.submit(model, specs.optim_step(), 2)
+        third = await leader.submit(model, specs.sync(), 3)
+        await leader.submit(model, specs.generate())
+        await submit.cancel(leader.core, call_of(leader, third.call_id))
+        await leader.work()
+        assert [call_of(leader, c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2
+        assert await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id]) == 4
+
+
+async def test_a_failure_before_a_cancelled_call_fails_what_lies_between() -> None:
+    """G03: the sequence is blocked at the earliest call that ended badly."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        leader.worker.fail_next["forward_backward"] = (3, "NON_FINITE")
+        await leader.submit(model, specs.forward_backward(), 1)
+        between = await leader.submit(model, specs.optim_step(), 2)
+        last = await leader.submit(model, specs.sync(), 3)
+        await submit.cancel(leader.core, call_of(leader, last.call_id))
+        await leader.work()
+        assert call_of(leader, between.call_id).reason is CallReason.PREDECESSOR_FAILED
+
+
+async def test_giving_up_a_gap_ends_the_generates_that_wait_for_a_version_behind_it() -> None:
+    """G03: a version that will never be made is not waited for."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.sync(), 2)
+        waiting = await leader.submit(model, specs.generate())
+        assert waiting.weights_version == 2
+        await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id])
+        assert call_of(leader, waiting.call_id).reason is CallReason.PREDECESSOR_FAILED
+
+
+async def test_a_client_that_goes_away_in_mid_request_leaves_no_change_half_made() -> None:
+    """G03: an rpc whose caller is gone is cancelled; its batch takes effect all the same, and whoever watches hears."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        running = await leader.submit(model, specs.generate())
+        await leader.settle()
+        store.gate.clear()
+        cancelling = asyncio.create_task(submit.cancel(leader.core, call_of(leader, running.call_id)))
+        await leader.settle()
+        cancelling.cancel()
+        await leader.settle()
+        store.gate.set()
+        await leader.settle()
+        assert leader.transport.sent[-1].WhichOneof("action") == "abort"
+        assert running.call_id not in leader.core.undurable
+
+
+async def test_a_cancel_whose_end_was_lost_with_a_stream_still_ends() -> None:
+    """G03: the worker is asked again how a call ended that is being cancelled."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        call = await leader.submit(model, specs.forward_backward(), 1)
+        await leader.settle()
+        leader.worker.run()  # applied, and its report is lost with the stream
+        leader.dispatcher.stream_closed(worker_id, 1)
+        await submit.cancel(leader.core, call_of(leader, call.call_id))
+        assert call_of(leader, call.call_id).state is CallState.CANCELLING
+        await leader.dispatcher.stream_opened(worker_id, 1, leader.worker.status())
+        await leader.work()
+        assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
+
+
+async def test_a_stream_that_opens_early_hears_nothing_of_a_call_that_is_not_durable_yet() -> None:
+    """G14: accepted is what is durable; before that a call may still be lost with its controller."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        store.gate.clear()
+        submitting = asyncio.create_task(leader.submit(model, specs.generate()))
+        await leader.settle()
+        requests: asyncio.Queue[call_pb2.ConnectRequest] = asyncio.Queue()
+        hello = call_pb2.ClientMessage(hello=call_pb2.ConnectHello(job_id=model.job_id))
+        requests.put_nowait(call_pb2.ConnectRequest(messages=[hello]))
+        stream = leader.calls.Connect(queued(requests), None)
+        hearing = asyncio.ensure_future(anext(aiter(stream)))
+        await leader.settle()
+        assert not hearing.done()
+        store.gate.set()
+        await submitting
+        await leader.work()
+        assert (await hearing).messages[0].updated.call_id == (await submitting).call_id
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def queued(requests: "asyncio.Queue[call_pb2.ConnectRequest]") -> AsyncIterator[call_pb2.ConnectRequest]:
+    while True:
+        yield await requests.get()
 
 
 class GatedStore(MemoryStore):

@@ -10,13 +10,16 @@ from plexrl.v1 import call_pb2, model_pb2, types_pb2
 from plexrl_controller.api.auth import Identity, _current
 from plexrl_controller.api.calls import CallService
 from plexrl_controller.dispatch import jobs, models
+from plexrl_controller.dispatch.clock import Clock
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
+from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
 from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
+from plexrl_controller.payloads.port import PayloadStore
 from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Store
@@ -115,14 +118,34 @@ async def running_leader(
     recovery_policy: RecoveryPolicy | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""
-    store, worker = store or MemoryStore(), worker or WorkerDouble()
-    clock = clock or ManualClock()
-    term = await store.acquire_term("test")
-    writer = GroupWriter(store, term)
+    worker, clock = worker or WorkerDouble(), clock or ManualClock()
     transport = TransportDouble(worker)
+    core, dispatcher = await start_leader(store or MemoryStore(), transport, clock, policy, payloads, recovery_policy)
+    token = _current.set(Identity(Role.TENANT, TENANT))
+    try:
+        yield Leader(core, dispatcher, transport, worker, clock, CallService(core))
+    finally:
+        _current.reset(token)
+        await dispatcher.stop()
+        await core.writer.close()
+        if dispatcher.failed.done():
+            raise dispatcher.failed.result()
+
+
+async def start_leader(
+    store: Store,
+    transport: Transport,
+    clock: Clock,
+    policy: Policy | None = None,
+    payloads: PayloadStore | None = None,
+    recovery_policy: RecoveryPolicy | None = None,
+    on_made: Callable[[Dispatcher], None] = lambda _: None,
+) -> tuple[Core, Dispatcher]:
+    """The parts of a leader, put together and started the way the server does it; `on_made` comes before the start."""
+    term = await store.acquire_term("test")
     core = Core(
         store=store,
-        writer=writer,
+        writer=GroupWriter(store, term),
         payloads=payloads or MemoryPayloadStore(),
         transport=transport,
         clock=clock,
@@ -132,16 +155,14 @@ async def running_leader(
         new_id=_ids(term),
     )
     dispatcher = Dispatcher(core)
+    on_made(dispatcher)
     await dispatcher.start()
-    token = _current.set(Identity(Role.TENANT, TENANT))
-    try:
-        yield Leader(core, dispatcher, transport, worker, clock, CallService(core))
-    finally:
-        _current.reset(token)
-        await dispatcher.stop()
-        await writer.close()
-        if dispatcher.failed.done():
-            raise dispatcher.failed.result()
+    return core, dispatcher
+
+
+def act_as(role: Role, tenant: Tenant | None) -> None:
+    """Makes the running task a caller of the services, as the interceptor does for an rpc."""
+    _current.set(Identity(role, tenant))
 
 
 def _ids(term: int) -> Callable[[], str]:

@@ -180,6 +180,19 @@ def test_calls_in_flight_are_topped_up_for_their_job_only() -> None:
     assert isinstance(late, Wait)
 
 
+def test_no_more_than_a_chunk_of_work_is_given_ahead() -> None:
+    calls = tuple(replace(ready(f"a{i}", "m-a", 50.0 + i), expected_s=12.0) for i in range(9))
+    model = ModelView(ModelId("m-a"), 1000, True, ready=calls)
+    policy = Policy(chunk_s=30.0)
+    free = decide(group(JobView(JobId("a"), (model,)), serving="a"), policy)
+    assert isinstance(free, Serve)
+    assert len(free.calls) == 2
+    for left_s, added in ((None, 2), (5.0, 2), (20.0, 1), (30.0, 0)):
+        running = JobView(JobId("a"), (model,), in_flight=1, in_flight_left_s=left_s)
+        decision = decide(group(running, serving="a"), policy)
+        assert (len(decision.calls) if isinstance(decision, Serve) else 0) == added, left_s
+
+
 def test_the_invariants_reject_each_kind_of_broken_decision() -> None:
     """The checker itself: a check that accepts anything would be worse than none."""
     view = group(job("a", 1.0, on_device=True), job("b", 2.0), serving="a")

@@ -19,7 +19,7 @@ from plexrl_controller.scheduling.place import (
     reserve,
 )
 from plexrl_controller.scheduling.policy import Policy, Strategy
-from plexrl_controller.scheduling.replace import Relocation, Stuck, drain, improve
+from plexrl_controller.scheduling.relocate import Relocation, Stuck, drain, improve
 from plexrl_controller.scheduling.views import (
     ClusterView,
     Demand,

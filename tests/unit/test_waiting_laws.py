@@ -13,6 +13,7 @@ from plexrl.waiting.laws import (
     PRESETS,
     Drift,
     Gamma,
+    Histogram,
     LogNormal,
     Mixture,
     Never,
@@ -125,3 +126,18 @@ def test_impossible_parameters_are_refused(build: object) -> None:
         Mixture((0.5, 0.6), (Gamma(1, 1), Gamma(1, 1)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         Gamma(1, 1).quantile(1.5)
+
+
+def test_a_histogram_of_samples_is_close_to_their_law() -> None:
+    law = Gamma(4, 7.5)
+    found = Histogram.of_samples(law.samples(np.random.default_rng(0), 3000).tolist())
+    t = law.quantile(np.linspace(0.02, 0.98, 49))
+    assert np.abs(found.cdf(t) - law.cdf(t)).max() < 0.03
+    assert found.mean_s == pytest.approx(30, rel=0.03)
+    np.testing.assert_allclose(found.cdf(found.quantile([0.1, 0.5, 0.9])), [0.1, 0.5, 0.9], atol=1e-9)
+    np.testing.assert_allclose(found.cdf(t) + found.sf(t), 1, atol=1e-9)
+    area, _ = integrate.quad(lambda x: float(found.pdf(x)), 10, 20, limit=500)
+    assert area == pytest.approx(float(found.cdf(20) - found.cdf(10)), abs=1e-3)
+    drawn = found.samples(np.random.default_rng(1), 2000)
+    assert stats.kstest(drawn, lambda x: found.cdf(x)).pvalue > 1e-4
+    assert scaled(found, 2.0) == Histogram(tuple(2 * edge for edge in found.edges_s), found.masses)

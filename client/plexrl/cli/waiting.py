@@ -36,7 +36,9 @@ def _add_bench(commands: options.Subparsers) -> None:
         "report.json, rows.csv and curves.png.",
     )
     parser.add_argument("--out", type=Path, default=Path("out/waiting"), metavar="DIR", help="default: out/waiting")
-    parser.add_argument("--laws", default="", metavar="A,B", help="default: all")
+    parser.add_argument(
+        "--laws", default="", metavar="A,B", help="default: all but those of the cluster (cluster/calm, ...)"
+    )
     parser.add_argument("--agents", default="", metavar="A,B", help="default: all")
     parser.add_argument("--episodes", type=_positive, default=60, help="per agent, law and seed (default: 60)")
     parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
@@ -47,7 +49,9 @@ def _add_bench(commands: options.Subparsers) -> None:
 def _add_run(commands: options.Subparsers) -> None:
     parser = commands.add_parser("run", help="watch one agent wait", description="Tells an agent's episodes live.")
     parser.add_argument("--agent", default="empirical", help="default: empirical")
-    parser.add_argument("--law", default="gamma-4", help="default: gamma-4")
+    parser.add_argument(
+        "--law", default="gamma-4", help="or cluster/calm for the simulated Kubernetes cluster; default: gamma-4"
+    )
     parser.add_argument("--episodes", type=_positive, default=3, help="default: 3")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument(

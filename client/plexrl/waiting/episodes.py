@@ -13,7 +13,7 @@ from plexrl.waiting.agents.interface import Agent, Observation, Record
 from plexrl.waiting.sandbox import Outcome, Sandbox, Sleeping, Stopped
 from plexrl.waiting.scenarios import Operation, Scenario
 from plexrl.waiting.schedules import optimal_schedule
-from plexrl.waiting.world import World
+from plexrl.waiting.world import Environment, World
 
 MAX_TURNS = 24
 
@@ -65,6 +65,24 @@ class Event:
 Watch = Callable[[Event], None]
 
 
+def light_world(scenario: Scenario, seed: int, episode: int) -> World:
+    """One in which the scenario's operations take what `draw` says, and everything else no time."""
+    durations = draw(scenario, seed, episode)
+    by_request: dict[tuple[str, str, str], float] = {
+        (operation.verb, operation.kind, operation.object_name): durations[operation.name]
+        for operation in scenario.operations
+    }
+    return World(lambda verb, kind, name: by_request.get((verb, kind, name), 0.0))
+
+
+def draw(scenario: Scenario, seed: int, episode: int) -> dict[str, float]:
+    """Durations of an episode's operations, by name; inf for what never finishes."""
+    return {
+        operation.name: operation.law.at(episode).sample(np.random.default_rng([seed, episode, index]))
+        for index, operation in enumerate(scenario.operations)
+    }
+
+
 @dataclass
 class Run:
     """An agent's life: episode after episode over one scenario, with its history.
@@ -78,42 +96,30 @@ class Run:
     seed: int
     watch: Watch = lambda event: None
     exact_history: bool = False
+    world: Callable[[Scenario, int, int], Environment] = light_world
+    """Makes an episode's world from scenario, seed and episode."""
     history: dict[str, list[Record]] = field(default_factory=dict)
     episode: int = 0
 
     def run_episode(self) -> list[Score]:
         """The scenario's operations, one after the other; their records join the history."""
-        durations = draw(self.scenario, self.seed, self.episode)
-        by_request: dict[tuple[str, str, str], float] = {
-            (op.verb, op.kind, op.object_name): durations[op.name] for op in self.scenario.operations
-        }
-        world = World(lambda verb, kind, name: by_request.get((verb, kind, name), 0.0))
+        world = self.world(self.scenario, self.seed, self.episode)
         scores = []
         for operation in self.scenario.operations:
-            attempt = _Attempt(self, world, operation, durations[operation.name])
-            score, record = attempt.run()
+            score, record = _Attempt(self, world, operation).run()
             scores.append(score)
             self.history.setdefault(operation.name, []).append(record)
         self.episode += 1
         return scores
 
 
-def draw(scenario: Scenario, seed: int, episode: int) -> dict[str, float]:
-    """Durations of an episode's operations, by name; inf for what never finishes."""
-    return {
-        operation.name: operation.law.at(episode).sample(np.random.default_rng([seed, episode, index]))
-        for index, operation in enumerate(scenario.operations)
-    }
-
-
 class _Attempt:
     """One operation: turn after turn until it is seen to have finished or its deadline passes."""
 
-    def __init__(self, run: Run, world: World, operation: Operation, duration_s: float) -> None:
+    def __init__(self, run: Run, world: Environment, operation: Operation) -> None:
         self._run = run
         self._world = world
         self._operation = operation
-        self._duration_s = duration_s
         self._asked_at_s = world.now_s
         self._first_look = len(world.looks)
         self._sleeps: list[float] = []
@@ -208,21 +214,24 @@ class _Attempt:
         self, end: End, turns: int, held_s: float, complaints: tuple[str, ...], prompt: int, completion: int
     ) -> tuple[Score, Record]:
         looks, operation = self._looks(), self._operation
+        request = (operation.verb, operation.kind, operation.object_name)
+        # Of what was never asked for, all the time until the deadline is lost.
+        duration_s = self._world.took_s(*request) if self._started_at_s() is not None else 0.0
         detected_s = self._detected_at_s()
         told_s = operation.deadline_s if detected_s is None else detected_s
         in_vain = [at_s for at_s, ready in looks if not ready]
         queries = len(in_vain) + self._idle_turns + 1
-        overshoot_s = max(told_s - self._duration_s, 0.0)
+        overshoot_s = max(told_s - duration_s, 0.0)
         costs = self._run.scenario.costs
         score = Score(
             operation=operation.name,
             episode=self._run.episode,
             end=end,
-            duration_s=self._duration_s,
+            duration_s=duration_s,
             queries=queries,
             overshoot_s=overshoot_s,
             cost=costs.of(queries, overshoot_s),
-            floor_cost=floor_cost(self._run.scenario, operation, self._run.episode, self._duration_s),
+            floor_cost=floor_cost(self._run.scenario, operation, self._run.episode, duration_s),
             held_s=held_s,
             turns=turns,
             sleeps_s=tuple(self._sleeps),
@@ -230,10 +239,8 @@ class _Attempt:
             prompt_tokens=prompt,
             completion_tokens=completion,
         )
-        self._tell(
-            str(end), f"took {self._duration_s:.3g} s, found out {overshoot_s:.3g} s late after {queries} queries"
-        )
-        finished = self._duration_s <= told_s
+        self._tell(str(end), f"took {duration_s:.3g} s, found out {overshoot_s:.3g} s late after {queries} queries")
+        finished = duration_s <= told_s
         record = Record(
             episode=self._run.episode,
             sleeps_s=score.sleeps_s,
@@ -241,7 +248,7 @@ class _Attempt:
             states=tuple(looks),
             after_s=max(in_vain, default=0.0) if finished else told_s,
             by_s=told_s if finished else float("inf"),
-            exact_s=self._duration_s if self._run.exact_history else None,
+            exact_s=duration_s if self._run.exact_history else None,
         )
         return score, record
 

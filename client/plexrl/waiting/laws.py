@@ -197,7 +197,68 @@ class Never(_Stationary):
         return self
 
 
-Part: TypeAlias = "Gamma | LogNormal | Never | Mixture"
+@dataclass(frozen=True)
+class Histogram(_Stationary):
+    """Even within each bin (edges_s[i], edges_s[i + 1]], with probability masses[i]: what was measured, smoothed."""
+
+    edges_s: tuple[float, ...]
+    masses: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.edges_s) != len(self.masses) + 1 or not self.masses:
+            raise ValueError(f"edges_s: want one more than the {len(self.masses)} masses, not {len(self.edges_s)}")
+        if self.edges_s[0] < 0 or not bool(np.all(np.diff(self.edges_s) > 0)):
+            raise ValueError("edges_s: want ascending times from 0 on")
+        if min(self.masses) < 0 or not np.isclose(sum(self.masses), 1.0, rtol=0, atol=1e-9):
+            raise ValueError("masses: want numbers >= 0 that sum to 1")
+
+    @classmethod
+    def of_samples(cls, samples_s: Sequence[float], bins: int = 160) -> "Histogram":
+        """A Gaussian kernel estimate over log time (Silverman's bandwidth), in bins of equal logarithmic width."""
+        logs = np.log(np.asarray(samples_s, np.float64))
+        if logs.size < 2 or not bool(np.all(np.isfinite(logs))):
+            raise ValueError("samples_s: want at least two positive, finite times")
+        quartiles = np.quantile(logs, [0.25, 0.75])
+        spread = min(float(logs.std()), float(quartiles[1] - quartiles[0]) / 1.349) or float(logs.std())
+        bandwidth = max(0.9 * spread * logs.size**-0.2, 1e-3)
+        edges = np.linspace(logs.min() - 4 * bandwidth, logs.max() + 4 * bandwidth, bins + 1)
+        masses = np.diff(special.ndtr((edges[:, None] - logs) / bandwidth).mean(axis=1))
+        masses /= masses.sum()
+        return cls(tuple(np.exp(edges).tolist()), tuple(masses.tolist()))
+
+    @property
+    def mean_s(self) -> float:
+        edges = np.array(self.edges_s)
+        return float(((edges[:-1] + edges[1:]) / 2) @ np.array(self.masses))
+
+    def pdf(self, t: Times) -> FloatArray:
+        x, edges = np.asarray(t, np.float64), np.array(self.edges_s)
+        index = np.searchsorted(edges, x, side="left") - 1
+        inside = (index >= 0) & (index < len(self.masses))
+        heights = np.array(self.masses) / np.diff(edges)
+        return _array(np.where(inside, heights[np.clip(index, 0, len(self.masses) - 1)], 0.0))
+
+    def cdf(self, t: Times) -> FloatArray:
+        return _array(np.interp(np.asarray(t, np.float64), self.edges_s, self._below()))
+
+    def sf(self, t: Times) -> FloatArray:
+        above = np.concatenate((np.cumsum(self.masses[::-1])[::-1], [0.0]))
+        return _array(np.interp(np.asarray(t, np.float64), self.edges_s, np.minimum(above, 1.0)))
+
+    def quantile(self, p: Times) -> FloatArray:
+        return _array(np.interp(_probability(p), self._below(), self.edges_s))
+
+    def samples(self, generator: np.random.Generator, count: int) -> FloatArray:
+        return self.quantile(generator.random(count))
+
+    def at(self, episode: int) -> "Histogram":
+        return self
+
+    def _below(self) -> FloatArray:
+        return _array(np.minimum(np.concatenate(([0.0], np.cumsum(self.masses))), 1.0))
+
+
+Part: TypeAlias = "Gamma | LogNormal | Histogram | Never | Mixture"
 
 
 _BISECTIONS = 64  # from any bracket to the last digit of a double
@@ -305,6 +366,8 @@ def _scaled(law: Part, factor: float) -> Part:
             return Gamma(law.k, law.theta_s * factor)
         case LogNormal():
             return LogNormal(law.mu + float(np.log(factor)), law.sigma)
+        case Histogram():
+            return Histogram(tuple(edge * factor for edge in law.edges_s), law.masses)
         case Never():
             return law
         case Mixture():

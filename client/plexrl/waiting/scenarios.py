@@ -4,6 +4,7 @@ Knows laws and prices; knows nothing of agents. The operations and laws are ours
 (arXiv 2512.16262, abstract).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,13 +28,19 @@ class Operation:
     goal: str
     """In words, for agents that read."""
     verb: Verb
-    kind: str
-    object_name: str
-    start: str
-    """The code that requests it."""
+    arguments: tuple[str | int, ...]
+    """Of the verb."""
     law: AnyLaw
     deadline_s: float
     """After the request; then the agent is told the state without looking, like a rollout's progress deadline."""
+    kind: str = "deployment"
+    object_name: str = "web"
+    """What shows that it has finished."""
+
+    @property
+    def start(self) -> str:
+        """The code that requests it."""
+        return f"kubectl.{self.verb}({', '.join(json.dumps(argument) for argument in self.arguments)})"
 
     @property
     def look(self) -> str:
@@ -57,16 +64,15 @@ def rollout(name: str, law: AnyLaw, mean_s: float) -> Scenario:
     proportion of the known points (a look for 5 s, a mean of 30 s).
     """
 
-    def operation(verb: Verb, goal: str, start: str, factor: float) -> Operation:
-        deadline_s = DEADLINE_MEANS * mean_s * factor
-        return Operation(verb, goal, verb, "deployment", "web", start, scaled(law, factor), deadline_s)
+    def operation(verb: Verb, goal: str, arguments: tuple[str | int, ...], factor: float) -> Operation:
+        return Operation(verb, goal, verb, arguments, scaled(law, factor), DEADLINE_MEANS * mean_s * factor)
 
     return Scenario(
         name,
         (
-            operation("apply", "create the deployment web", 'kubectl.apply("deployment", "web")', 1.0),
-            operation("scale", "scale the deployment web to 5 replicas", 'kubectl.scale("web", 5)', 0.5),
-            operation("restart", "restart the pods of the deployment web", 'kubectl.restart("web")', 1.5),
+            operation("apply", "create the deployment web", ("deployment", "web"), 1.0),
+            operation("scale", "scale the deployment web to 5 replicas", ("web", 5), 0.5),
+            operation("restart", "restart the pods of the deployment web", ("web",), 1.5),
         ),
         Costs(query=mean_s / QUERIES_PER_MEAN),
     )

@@ -1,11 +1,13 @@
-"""A light world for waiting: objects of a cluster that become ready some time after a request, and a clock that jumps.
+"""Where agents wait: what an episode needs of a world, and a light one.
 
-It offers code actions the same tools as a cluster would and nothing else of one; benchmarks and training run on it
-because an episode takes milliseconds. Knows no agents and no prices.
+The light world has objects that become ready some time after a request, and a clock that jumps. It offers code actions
+the same tools as `cluster_world` does and nothing else of a cluster; benchmarks and training run on it because an
+episode takes milliseconds. Knows no agents and no prices.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from plexrl.waiting.tools import Plain, ToolError, Tools
 
@@ -30,6 +32,29 @@ class Look:
     ready: bool
 
 
+class Environment(Protocol):
+    """A world on a clock of its own, as an episode sees it."""
+
+    tools: Tools
+    looks: list[Look]
+    """Every look, in order."""
+    held_s: float
+    """Seconds that blocking tools held their caller."""
+    started_at_s: dict[tuple[str, str, str], float]
+    """By verb, kind and name: the first request that changed something."""
+
+    @property
+    def now_s(self) -> float: ...
+
+    def advance_to(self, at_s: float) -> None:
+        """Lets time pass."""
+        ...
+
+    def took_s(self, verb: str, kind: str, name: str) -> float:
+        """Seconds from the first such request until its effect was there; inf if that is not yet or never."""
+        ...
+
+
 class World:
     """Objects by kind and name. Requests that change nothing start nothing, as on a real cluster.
 
@@ -40,12 +65,11 @@ class World:
     def __init__(self, latency: Callable[[str, str, str], float]) -> None:
         self._latency = latency
         self._objects: dict[tuple[str, str], _Object] = {}
-        self.now_s = 0.0
+        self._took_s: dict[tuple[str, str, str], float] = {}
+        self._now_s = 0.0
         self.looks: list[Look] = []
         self.held_s = 0.0
-        """Seconds that `wait` held its caller."""
         self.started_at_s: dict[tuple[str, str, str], float] = {}
-        """By verb, kind and name: the first request that changed something."""
         self.tools = Tools(
             "kubectl",
             {
@@ -57,15 +81,19 @@ class World:
             },
         )
 
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
     def advance_to(self, at_s: float) -> None:
         """Moves the clock forward; going back is refused."""
         if at_s < self.now_s:
             raise ValueError(f"at_s: the clock stands at {self.now_s} and does not go back to {at_s}")
-        self.now_s = at_s
+        self._now_s = at_s
 
-    def ready_at_s(self, kind: str, name: str) -> float:
-        """When the object's last request finishes, for those who keep the score. inf if never."""
-        return self._objects[kind, name].ready_at_s
+    def took_s(self, verb: str, kind: str, name: str) -> float:
+        """Known from the start, unlike in a cluster."""
+        return self._took_s.get((verb, kind, name), float("inf"))
 
     def apply(self, kind: str, name: str, replicas: int = 1) -> Plain:
         """Creates an object, or sets its replicas; returns at once."""
@@ -110,7 +138,7 @@ class World:
             raise ToolError(f"timeout_s: want a positive number, not {timeout_s}")
         until_s = min(max(self._found(kind, name).ready_at_s, self.now_s), self.now_s + timeout_s)
         self.held_s += until_s - self.now_s
-        self.now_s = until_s
+        self._now_s = until_s
         state = self.get(kind, name)
         return isinstance(state, Mapping) and state["ready"]
 
@@ -123,8 +151,11 @@ class World:
         return {"kind": kind, "name": name, "result": "changed"}
 
     def _finishes(self, verb: str, kind: str, name: str) -> float:
-        self.started_at_s.setdefault((verb, kind, name), self.now_s)
-        return self.now_s + self._latency(verb, kind, name)
+        took_s = self._latency(verb, kind, name)
+        if (verb, kind, name) not in self.started_at_s:
+            self.started_at_s[verb, kind, name] = self.now_s
+            self._took_s[verb, kind, name] = took_s
+        return self.now_s + took_s
 
     def _found(self, kind: str, name: str) -> _Object:
         if (kind, name) not in self._objects:

@@ -81,6 +81,8 @@ def lose_attempt(batch: Batch, call: Call, message: str) -> None:
     """An execution died with its engine or worker: try again, unless it has died too often."""
     if call.state is CallState.CANCELLING:
         batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
+    elif _is_blocked(batch, call):
+        _fail_behind(batch, call)
     elif call.lost_attempts + 1 >= MAX_LOST_ATTEMPTS:
         text = f"{call.lost_attempts + 1} executions died, the last with: {message}"
         fail(batch, call, CallReason.ATTEMPTS_EXHAUSTED, text, code_pb2.ABORTED)
@@ -90,10 +92,24 @@ def lose_attempt(batch: Batch, call: Call, message: str) -> None:
 
 def requeue(batch: Batch, call: Call) -> None:
     """An attempt that never began: try again, and do not hold it against the call. Its deadline still bounds it."""
-    if call.state in (CallState.DISPATCHED, CallState.RUNNING, CallState.YIELDED):
-        batch.transition(call, CallEvent.LOSE_ATTEMPT, start_time=None)
-    elif call.state is CallState.CANCELLING:
+    if call.state is CallState.CANCELLING:
         batch.transition(call, CallEvent.LOSE_ATTEMPT, end_time=batch.now)
+    elif _is_blocked(batch, call):
+        _fail_behind(batch, call)
+    elif call.state in (CallState.DISPATCHED, CallState.RUNNING, CallState.YIELDED):
+        batch.transition(call, CallEvent.LOSE_ATTEMPT, start_time=None)
+
+
+def _is_blocked(batch: Batch, call: Call) -> bool:
+    """Whether an earlier call of its sequence ended badly while this one was on its worker: it cannot run again."""
+    model = batch.ledger.models[call.model_id]
+    return call.kind.sequenced and 0 < model.failed_sequence < call.sequence
+
+
+def _fail_behind(batch: Batch, call: Call) -> None:
+    number = batch.ledger.models[call.model_id].failed_sequence
+    message = f"sequence {number} ended other than SUCCEEDED; ResumeSequence lets later calls run"
+    fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
 
 
 def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
@@ -146,7 +162,14 @@ def loads_next(ledger: Ledger, model: Model) -> bool:
 def _fail_successors(batch: Batch, call: Call) -> None:
     ledger = batch.ledger
     model = ledger.models.get(call.model_id)
-    if model is None or not call.kind.sequenced or model.failed_sequence or call.sequence < model.due_sequence:
+    if model is None or not call.kind.sequenced or call.sequence < model.due_sequence:
+        return
+    if model.failed_sequence and call.sequence > model.failed_sequence:
+        return
+    # Given up, the log begins above what was applied: what a worker holds then was built only to load into.
+    void = model.log_start > model.applied_sequence and model.state in (ModelState.PLACED, ModelState.RECOVERING)
+    if void and call.sequence == model.due_sequence:
+        _lose_again(batch, model, call)
         return
     batch.update(model, failed_sequence=call.sequence)
     message = (
@@ -159,6 +182,17 @@ def _fail_successors(batch: Batch, call: Call) -> None:
     for call_id, version in list(index.generates.items()):
         if version >= call.sequence and ledger.calls[call_id].state is CallState.PENDING:
             fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
+
+
+def _lose_again(batch: Batch, model: Model, load: Call) -> None:
+    """The load_checkpoint that was to replace a lost state did not: what was built to load into is not served."""
+    batch.transition(
+        model,
+        ModelEvent.LOSE_STATE,
+        failed_sequence=load.sequence,
+        message=f"the training state was lost, and load_checkpoint at sequence {load.sequence} ended as "
+        f"{load.state.name}. Load a checkpoint (or the base) to go on",
+    )
 
 
 def _end_calls_of_model(batch: Batch, model: Model) -> None:

@@ -125,12 +125,15 @@ class GrpcTransport:
         frames: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
         reader = asyncio.create_task(_read(aiter(stream), frames))
         try:
-            while (frame := await frames.get()) is not None:
+            ended = False
+            while not ended:
                 # Everything that came while the last reports were being committed goes into one commit.
-                reports = list(frame.reports)
-                while not frames.empty() and (more := frames.get_nowait()) is not None:
-                    reports.extend(more.reports)
-                await handler.reports_came(worker_id, incarnation, reports)
+                came = [await frames.get()]
+                while not frames.empty():
+                    came.append(frames.get_nowait())
+                ended = came[-1] is None
+                if reports := [report for frame in came if frame is not None for report in frame.reports]:
+                    await handler.reports_came(worker_id, incarnation, reports)
             await reader
         finally:
             reader.cancel()

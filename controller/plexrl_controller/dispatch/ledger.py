@@ -206,9 +206,10 @@ class Ledger:
         return self.accounts.get(job_id, Account(job_id))
 
     def pending_version(self, model: Model) -> int:
-        """The newest version that is made or submitted."""
+        """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
-        made = [s for s, call_id in index.sequenced.items() if self.calls[call_id].kind.makes_version]
+        end = model.failed_sequence or model.last_sequence + 1
+        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
         return max((*made, model.weights_version))
 
     def forget_call(self, call: Call) -> None:

@@ -1,5 +1,6 @@
 """Models: creating and placing, deleting, resuming their sequences."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,8 +74,9 @@ async def create_model(core: Core, key: Key, job: Job, spec: ModelSpec) -> Model
     core.uploads.hold_base(model)
     batch.insert(model)
     remember(batch, key, model.model_id)
-    await core.commit(batch)
+    durable = core.post(batch)
     core.wake(worker_id)
+    await asyncio.shield(durable)
     return model
 
 
@@ -167,8 +169,10 @@ async def resume_sequence(core: Core, model: Model) -> int:
         raise FailedPrecondition(
             f"model {model.name} still runs calls of the sequence; wait for them, then resume", retry_after_s=0.2
         )
+    # Generates that wait for a version which will not be made now.
+    waiting = [core.ledger.calls[c] for c, version in index.generates.items() if version >= blocked_from]
     batch = core.batch()
-    for call in behind:
+    for call in (*behind, *(call for call in waiting if call.state is CallState.PENDING)):
         message = f"sequence {blocked_from} was given up by ResumeSequence"
         fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
     batch.update(model, failed_sequence=0, due_sequence=model.last_sequence + 1)

@@ -9,9 +9,8 @@ from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
 from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call, Model
-from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
-from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.views import ReadyCall
 
 READY_LIMIT = 64
@@ -40,18 +39,20 @@ def ready_calls(ledger: Ledger, model: Model, now: float) -> tuple[ReadyCall, ..
 
 
 def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
-    if model.failed_sequence:
-        return []
-    estimates = _estimates(ledger, model)
+    expected_s: dict[CallKind, float | None] = {}
     found: list[ReadyCall] = []
     number, after = model.due_sequence, model.applied_sequence
     while len(found) < READY_LIMIT and (call_id := index.sequenced.get(number)) is not None:
         call = ledger.calls[call_id]
+        if number == model.failed_sequence:
+            break
         if call.state is CallState.PENDING:
             if call.kind.makes_version and _draining(ledger, call, index):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after, _expected_s(estimates, call)))
+            if call.kind not in expected_s:
+                expected_s[call.kind] = _expected_s(ledger, model, call.kind)
+            found.append(ReadyCall(call_id, model.model_id, call.kind, since, after, expected_s[call.kind]))
         elif call.state is CallState.CANCELLING:
             break
         if call.kind.makes_version:
@@ -61,7 +62,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 
 def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
-    estimates = _estimates(ledger, model)
+    expected_s = _expected_s(ledger, model, CallKind.GENERATE)
     found: list[ReadyCall] = []
     for call_id in index.pending_generates:
         if len(found) >= READY_LIMIT:
@@ -69,17 +70,14 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, call.kind, since, 0, _expected_s(estimates, call)))
+            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, expected_s))
     return found
 
 
-def _estimates(ledger: Ledger, model: Model) -> Estimates | None:
+def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
+    """Estimated service of the model's calls of one kind."""
     group = ledger.groups.get(model.worker_id) if model.worker_id is not None else None
-    return group.estimates if group is not None else None
-
-
-def _expected_s(estimates: Estimates | None, call: Call) -> float | None:
-    return estimates.expected_s(call.job_id, call.kind) if estimates is not None else None
+    return group.estimates.expected_s(model.job_id, kind) if group is not None else None
 
 
 def _draining(ledger: Ledger, sync: Call, index: ModelCalls) -> list[CallId]:

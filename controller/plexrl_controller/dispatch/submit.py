@@ -254,7 +254,7 @@ def _place_in_sequence(batch: Batch, model: Model, submission: Submission) -> in
             message="being rebuilt to load a checkpoint",
         )
         return 0
-    if model.failed_sequence:
+    if model.failed_sequence and sequence >= model.failed_sequence:
         raise FailedPrecondition(
             f"sequence {model.failed_sequence} of model {model.name} ended other than SUCCEEDED; call ResumeSequence",
             reason="PREDECESSOR_FAILED",
@@ -314,8 +314,6 @@ def _resolve_version(batch: Batch, model: Model, submission: Submission) -> int:
             )
         case _:
             pass
-    if model.failed_sequence and newest > model.weights_version:
-        return model.weights_version
     return newest
 
 

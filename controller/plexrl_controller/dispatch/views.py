@@ -29,9 +29,12 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     """The worker's group at this moment."""
     worker, group = ledger.workers[worker_id], ledger.groups[worker_id]
     in_flight: dict[JobId, int] = {}
+    left_s: dict[JobId, float] = {}
     for call_id in ledger.calls_on_worker[worker_id]:
-        job_id = ledger.calls[call_id].job_id
-        in_flight[job_id] = in_flight.get(job_id, 0) + 1
+        call = ledger.calls[call_id]
+        in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
+        expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
+        left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:
         model = ledger.models[model_id]
@@ -59,6 +62,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 job_id=job_id,
                 models=tuple(views),
                 in_flight=in_flight.get(job_id, 0),
+                in_flight_left_s=left_s.get(job_id),
                 idle_until=corrected_hint(facts, estimates.hint_factor(job_id)),
                 mid_phase=facts.mid_iteration and facts.last_kind is CallKind.GENERATE,
                 mid_iteration=facts.mid_iteration,

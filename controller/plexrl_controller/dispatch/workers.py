@@ -135,12 +135,12 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
     calls = [ledger.calls[c] for c in ledger.calls_on_worker[worker_id]]
     orders: list[worker_pb2.Order] = []
     for call in sorted(calls, key=lambda c: (c.sequence, c.create_time)):
-        if call.state is CallState.CANCELLING:
-            orders.append(core.orders.abort(call))
-            continue
         earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
         after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
         orders.append(core.orders.run(call, await core.spec(call), after))
+        if call.state is CallState.CANCELLING:
+            # Its end may have been reported into the broken stream: an abort alone would not bring that report back.
+            orders.append(core.orders.abort(call))
         ledger.groups[worker_id].serving = call.job_id
     if orders:
         _log.info("orders_sent_again", worker=worker_id, orders=len(orders))

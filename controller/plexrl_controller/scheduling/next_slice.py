@@ -137,10 +137,11 @@ def _running(
     if starving or (waiting and not _keeps(view, serving, now, policy)):
         return Wait("quantum used, calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
+    room_s = policy.chunk_s - (serving.in_flight_left_s or 0.0)
     model = _model_of(serving)
-    if room <= 0 or not model.on_device:
+    if room <= 0 or room_s <= 0.0 or not model.on_device:
         return Wait("calls in flight"), again_at
-    return Serve(serving.job_id, _ahead(model.ready, room, policy.chunk_s, 0.0)), again_at
+    return Serve(serving.job_id, _ahead(model.ready, room, room_s, 0.0)), again_at
 
 
 def _comes_first(waiting: JobView, running: JobView) -> bool:

@@ -5,9 +5,9 @@ import time
 from rich.console import Console
 
 from plexrl.waiting.agents.interface import Agent
+from plexrl.waiting.bench.runs import scenario_of, world_of
 from plexrl.waiting.episodes import Event, Run
 from plexrl.waiting.sandbox import Sandbox
-from plexrl.waiting.scenarios import SCENARIOS
 
 _STYLES = {
     "code": "cyan",
@@ -34,7 +34,9 @@ def run(agent: Agent, law: str, *, episodes: int, seed: int, speed: float, exact
             console.print(f"{head} {line}", style=_STYLES.get(event.what, ""), highlight=False, markup=False)
 
     with Sandbox() as sandbox:
-        life = Run(SCENARIOS[law], agent, sandbox, seed, watch=watch, exact_history=exact_history)
+        life = Run(
+            scenario_of(law), agent, sandbox, seed, watch=watch, exact_history=exact_history, world=world_of(law)
+        )
         for episode in range(episodes):
             clock_s = 0.0
             console.rule(f"{agent.name}, {law}, episode {episode}", align="left")

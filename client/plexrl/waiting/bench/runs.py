@@ -3,6 +3,7 @@
 Knows which agents exist by name; knows nothing of how results are shown.
 """
 
+import functools
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -13,9 +14,10 @@ from plexrl import errors
 from plexrl.waiting.agents.fixed import Blocking, Optimal, doubling, every, known_mean_s, mean_then
 from plexrl.waiting.agents.interface import Agent
 from plexrl.waiting.agents.learners import bayesian_gamma, empirical_quantiles
-from plexrl.waiting.episodes import Run, Score
+from plexrl.waiting.episodes import Run, Score, light_world
 from plexrl.waiting.sandbox import Sandbox
-from plexrl.waiting.scenarios import SCENARIOS
+from plexrl.waiting.scenarios import SCENARIOS, Scenario
+from plexrl.waiting.world import Environment
 
 AGENTS: Mapping[str, Callable[[], Agent]] = MappingProxyType(
     {
@@ -78,9 +80,37 @@ def row(agent: str, law: str, seed: int, episode: int | None, scores: Sequence[S
     )
 
 
+CLUSTER = "cluster/"
+"""Before the name of a preset of the latency engine: the same operations on the simulated Kubernetes cluster."""
+
+
+def scenario_of(law: str) -> Scenario:
+    """By the law's name; a cluster's is measured first, once per process."""
+    return _measured(law.removeprefix(CLUSTER)) if law.startswith(CLUSTER) else SCENARIOS[law]
+
+
+def world_of(law: str) -> Callable[[Scenario, int, int], Environment]:
+    """Makes the worlds of a law's episodes."""
+    if not law.startswith(CLUSTER):
+        return light_world
+    from plexrl.waiting.cluster_world import cluster_world
+
+    return lambda scenario, seed, episode: cluster_world(law.removeprefix(CLUSTER), seed, episode)
+
+
+@functools.cache
+def _measured(preset: str) -> Scenario:
+    from plexrl.waiting.cluster_world import measured
+
+    return measured(preset)
+
+
 def check_names(laws: Sequence[str], agents: Sequence[str]) -> None:
     """Raises ConfigurationError that lists what exists."""
-    for what, names, known in (("law", laws, tuple(SCENARIOS)), ("agent", agents, tuple(AGENTS))):
+    from plexrl.waiting.latency.presets import PRESETS
+
+    known_laws = (*SCENARIOS, *(CLUSTER + preset for preset in PRESETS))
+    for what, names, known in (("law", laws, known_laws), ("agent", agents, tuple(AGENTS))):
         for name in names:
             if name not in known:
                 raise errors.ConfigurationError(f"{what} {name!r} is unknown; there are {', '.join(known)}")
@@ -88,7 +118,7 @@ def check_names(laws: Sequence[str], agents: Sequence[str]) -> None:
 
 def run_one(law: str, agent: str, seed: int, episodes: int, sandbox: Sandbox) -> list[Row]:
     """One agent's life under one law: a row per episode and, last, their total."""
-    run = Run(SCENARIOS[law], AGENTS[agent](), sandbox, seed)
+    run = Run(scenario_of(law), AGENTS[agent](), sandbox, seed, world=world_of(law))
     scores = [run.run_episode() for _ in range(episodes)]
     rows = [row(agent, law, seed, episode, some) for episode, some in enumerate(scores)]
     return [*rows, row(agent, law, seed, None, [score for some in scores for score in some])]

@@ -65,9 +65,8 @@ class Task:
 
     def scenario(self) -> Scenario:
         """The same as the benchmark's agents meet it."""
-        law, start = self.law, 'kubectl.apply("deployment", "web")'
-        goal = "create the deployment web"
-        operation = Operation("apply", goal, "apply", "deployment", "web", start, law, self.deadline_s)
+        goal, arguments = "create the deployment web", ("deployment", "web")
+        operation = Operation("apply", goal, "apply", arguments, self.law, self.deadline_s)
         return Scenario(f"gamma({self.shape:.3g}) of {self.mean_s:.3g} s", (operation,), Costs(query=self.price))
 
 

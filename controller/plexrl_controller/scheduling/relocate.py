@@ -52,8 +52,9 @@ def drain(view: ClusterView, group_ids: Collection[GroupId], policy: Policy) -> 
         if isinstance(outcome, Refused):
             moves.append(Stuck(member.job_id, group.group_id, outcome))
             continue
-        moves.append(Relocation(member.job_id, group.group_id, outcome, "its group is drained"))
-        view = _moved(view, group.group_id, member, outcome, dissolve=False)
+        move = Relocation(member.job_id, group.group_id, outcome, "its group is drained")
+        moves.append(move)
+        view = apply(view, move, dissolve=False)
     return tuple(moves)
 
 
@@ -84,7 +85,7 @@ def _relieve(view: ClusterView, policy: Policy, max_moves: int) -> tuple[Cluster
             outcome = _place_member(view, group, member, policy)
             if isinstance(outcome, Assignment):
                 moves.append(Relocation(member.job_id, group.group_id, outcome, why))
-                view = _moved(view, group.group_id, member, outcome)
+                view = apply(view, moves[-1])
                 break
     return view, moves
 
@@ -119,7 +120,7 @@ def _defragment(view: ClusterView, policy: Policy, workers_wanted: int, max_move
                 break
             why = f"{group.world_size} worker(s) come free for {workers_wanted} that are wanted"
             planned.append(Relocation(member.job_id, group.group_id, outcome, why))
-            emptied = _moved(emptied, group.group_id, member, outcome)
+            emptied = apply(emptied, planned[-1])
         else:
             view = emptied
             moves += planned
@@ -134,7 +135,9 @@ def _place_member(
     view: ClusterView, group: PlacedGroupView, member: MemberView, policy: Policy
 ) -> Assignment | Refused:
     """A place for one member anywhere but on its own group."""
-    elsewhere = replace(view, groups=tuple(g for g in view.groups if g.group_id != group.group_id), tenants={})
+    # Nor on a group that has another gang of its job: the two would take turns with each other.
+    others = tuple(g for g in view.groups if all(m.job_id != member.job_id for m in g.members))
+    elsewhere = replace(view, groups=others, tenants={})
     wanted = GroupRequest(world_size=group.world_size, state_bytes=member.state_bytes, demand=member.demand)
     request = PlacementRequest(
         (wanted,), member.job_id, slowdown_target=member.slowdown_target, requirements=member.requirements
@@ -143,23 +146,25 @@ def _place_member(
     return outcome.assignments[0] if isinstance(outcome, Placed) else outcome
 
 
-def _moved(
-    view: ClusterView, source: GroupId, member: MemberView, to: Assignment, *, dissolve: bool = True
-) -> ClusterView:
-    """The cluster after the move; an empty group gives its workers back if it may `dissolve`."""
-    groups, nodes = [], list(view.nodes)
-    for group in view.groups:
-        if group.group_id == source:
-            group = replace(group, members=tuple(m for m in group.members if m.job_id != member.job_id))
-            if dissolve and not group.members:
-                nodes.append(NodeView(f"freed-{source}", group.hardware, group.worker_ids))
-                continue
-        elif group.group_id == to.group_id:
-            group = replace(group, members=(*group.members, member))
-        groups.append(group)
-    if to.group_id is None:
-        taken = set(to.worker_ids)
-        hardware = next(node.hardware for node in nodes if taken.intersection(node.free))
-        nodes = [replace(node, free=tuple(w for w in node.free if w not in taken)) for node in nodes]
-        groups.append(PlacedGroupView(GroupId(f"new-{to.worker_ids[0]}"), to.worker_ids, hardware, True, (member,)))
-    return replace(view, groups=tuple(groups), nodes=tuple(nodes))
+def apply(view: ClusterView, move: Relocation, *, dissolve: bool = True) -> ClusterView:
+    """The cluster after a move; an empty group gives its workers back if it may `dissolve`."""
+    source = next(g for g in view.groups if g.group_id == move.source)
+    member = next(m for m in source.members if m.job_id == move.job_id)
+    left = replace(source, members=tuple(m for m in source.members if m is not member))
+    groups = [left if g is source else g for g in view.groups if left.members or not dissolve or g is not source]
+    nodes = list(view.nodes)
+    if dissolve and not left.members:
+        nodes.append(NodeView(f"freed-{source.group_id}", source.hardware, source.worker_ids))
+    return join(replace(view, groups=tuple(groups), nodes=tuple(nodes)), move.assignment, member)
+
+
+def join(view: ClusterView, to: Assignment, member: MemberView) -> ClusterView:
+    """The cluster once a member has what it was assigned."""
+    if to.group_id is not None:
+        groups = [replace(g, members=(*g.members, member)) if g.group_id == to.group_id else g for g in view.groups]
+        return replace(view, groups=tuple(groups))
+    taken = set(to.worker_ids)
+    hardware = next(node.hardware for node in view.nodes if taken.intersection(node.free))
+    nodes = [replace(node, free=tuple(w for w in node.free if w not in taken)) for node in view.nodes]
+    group = PlacedGroupView(GroupId(f"new-{to.worker_ids[0]}"), to.worker_ids, hardware, True, (member,))
+    return replace(view, groups=(*view.groups, group), nodes=tuple(nodes))

@@ -1,0 +1,614 @@
+"""A worker process in virtual time: lanes, fences, engine deaths and outbox as the daemon has them, and a state that
+can be checked.
+
+A model's training state is a digest over everything that was ever applied to it, in order. Results carry it, so whoever
+knows which calls succeeded can say what each result must be: a call applied twice, left out, or run on another state
+shows at once. A result also carries the number of the execution that made it.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from google.rpc import code_pb2
+
+from plexrl import wire
+from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+
+STATE_BYTES = 1000
+DIGEST_BITS = 24
+
+
+def digest(*parts: object) -> int:
+    """A number below 2**24 (exact in float32) that depends on every part and their order."""
+    return int.from_bytes(sha256(repr(parts).encode()).digest()[: DIGEST_BITS // 8], "big")
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a snapshot of a model holds."""
+
+    train: int
+    rollout: int
+    step: int = 0
+
+    @staticmethod
+    def base(seed: int) -> "State":
+        """As created."""
+        first = digest("base", seed)
+        return State(first, first)
+
+    def after(self, function: str, spec: types_pb2.CallSpec) -> "State":
+        """What a function that succeeded makes of it. save and load are not here: they need more than the state."""
+        match function:
+            case "forward_backward":
+                return State(digest(self.train, spec.SerializeToString(deterministic=True)), self.rollout, self.step)
+            case "optim_step":
+                changed = digest(self.train, spec.SerializeToString(deterministic=True))
+                return State(changed, self.rollout, self.step + 1)
+            case "sync_weights":
+                return State(self.train, self.train, self.step)
+            case _:
+                return self
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole state at a moment."""
+
+    state: State
+    version: int
+    applied: int
+
+
+@dataclass
+class Deployed:
+    """A model here: its state, where it is, and the copy that would survive the engine."""
+
+    order: worker_pb2.DeployOrder
+    state: State
+    version: int
+    applied: int
+    image: Copy
+    """What the host tier holds."""
+    clean: bool = True
+    """The host tier's copy is not older than the device's."""
+    on_device: bool = False
+    lost: bool = False
+
+    def park(self) -> None:
+        """Leaves the device."""
+        if self.on_device:
+            self.on_device, self.clean = False, True
+            self.image = Copy(self.state, self.version, self.applied)
+
+
+@dataclass
+class Execution:
+    """An attempt that is queued or runs."""
+
+    order: worker_pb2.Order
+    order_id: int
+    number: int
+    begun: bool = False
+    aborted: bool = False
+    outcome: worker_pb2.OrderFinished | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """Who made a result: for the checker."""
+
+    call_id: str
+    attempt: int
+    worker: str
+    worker_incarnation: int
+
+
+@dataclass
+class Shared:
+    """What outlives every process: the directories of checkpoints and snapshots, and the log of executions."""
+
+    checkpoints: dict[str, tuple[str, int, State]] = field(default_factory=dict)
+    snapshots: dict[str, tuple[str, Copy]] = field(default_factory=dict)
+    """By id: the manifest's hash and what is inside."""
+    made: list[Made] = field(default_factory=list)
+    last: dict[str, int] = field(default_factory=dict)
+    """By call: its last execution. A replay is the same computation, and says the same."""
+    replayed: set[int] = field(default_factory=set)
+
+
+class Refused(Exception):
+    """An order or stream of an older controller, or for another life."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Link:
+    """One Execute stream. `broken` loses whatever is on its way."""
+
+    def __init__(self, process: "WorkerProcess", term: int) -> None:
+        self.process = process
+        self.term = term
+        self.broken = asyncio.Event()
+        self.orders: deque[worker_pb2.Order] = deque()
+        self.queued = asyncio.Event()
+
+
+class WorkerProcess:
+    """One worker daemon, which can be killed and started again."""
+
+    def __init__(self, name: str, address: str, shared: Shared, rng: random.Random, note: Callable[..., None]) -> None:
+        self.name, self.address = name, address
+        self.shared, self.rng, self.note = shared, rng, note
+        self.alive = False
+        self.device_models = 1
+        self.failures = 0.0
+        """Share of calls that the engine refuses with NON_FINITE."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.worker_id, self.incarnation, self.term = "", 0, 0
+        self.nonce = self.rng.getrandbits(62) + 1
+        self.link: Link | None = None
+        self.reports: deque[worker_pb2.Report] = deque()
+        self.changed = asyncio.Event()
+        self.engine_died = asyncio.Event()
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.models: dict[str, Deployed] = {}
+        self.running: dict[str, Execution] = {}
+        self.finished: dict[str, Execution] = {}
+        self.lane: asyncio.Queue[tuple[worker_pb2.Order, Execution | None]] = asyncio.Queue()
+        self.reports.clear()
+
+    def start(self, spawn: Callable[..., "asyncio.Task[None]"]) -> None:
+        """A fresh process."""
+        self._clear()
+        self.alive = True
+        self._tasks = [spawn(self._run_lane(), name=f"lane-{self.name}")]
+        self.note(self.name, "started")
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self.alive = False
+        for task in self._tasks:
+            task.cancel()
+        self.break_stream()
+        self._clear()
+        self.note(self.name, "killed")
+
+    def end_life(self) -> None:
+        """The lease was lost: everything is void, and the next registration is another life."""
+        self.incarnation, self.nonce = 0, self.rng.getrandbits(62) + 1
+        for execution in self.running.values():
+            execution.aborted = True
+        lane = self.lane
+        self._begin_life()
+        self.lane = lane
+        while not lane.empty():
+            lane.get_nowait()
+        self.note(self.name, "life ended")
+
+    def break_stream(self) -> None:
+        """The connection is gone with all that was on it."""
+        if self.link is not None:
+            self.link.broken.set()
+            self.link = None
+            self.changed.set()
+
+    def kill_engine(self) -> None:
+        """The engine child dies; what was only on the device is lost."""
+        self.note(self.name, "engine dies")
+        self.engine_died.set()
+        self.engine_died = asyncio.Event()
+        if touched := self._engine_gone():
+            self._put(
+                worker_pb2.Report(
+                    worker_incarnation=self.incarnation, deployments=[self._deployment(m) for m in sorted(touched)]
+                )
+            )
+
+    # The wire.
+
+    def check(self, term: int, incarnation: int, worker_id: str) -> None:
+        """The fences of streams and orders. Raises Refused."""
+        if not self.incarnation or incarnation != self.incarnation or worker_id not in ("", self.worker_id):
+            raise Refused("STALE_INCARNATION")
+        if term < self.term:
+            raise Refused("STALE_TERM")
+        self.term = term
+
+    def open(self, term: int, incarnation: int, worker_id: str) -> Link:
+        """An Execute stream; a newer one replaces the one before. Raises Refused."""
+        self.check(term, incarnation, worker_id)
+        self.break_stream()
+        self.link = Link(self, term)
+        return self.link
+
+    async def take(self, link: Link) -> list[worker_pb2.Report] | None:
+        """The next frame of reports; None when the stream ended."""
+        while self.link is link and not self.reports:
+            self.changed.clear()
+            await self.changed.wait()
+        if self.link is not link:
+            self.changed.set()
+            return None
+        count = self.rng.randint(1, len(self.reports))
+        return [self.reports.popleft() for _ in range(count)]
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        """GetStatus."""
+        return worker_pb2.WorkerStatus(
+            worker_id=self.worker_id,
+            name=self.name,
+            worker_incarnation=self.incarnation,
+            leader_term=self.term,
+            deployments=[self._deployment(model_id) for model_id in self.models],
+            attempts=[registry_pb2.CallAttempt(call_id=c, attempt=e.number) for c, e in self.running.items()],
+        )
+
+    def announcement(self) -> registry_pb2.RegisterRequest:
+        """Register."""
+        return registry_pb2.RegisterRequest(
+            name=self.name,
+            address=self.address,
+            capabilities=registry_pb2.WorkerCapabilities(
+                architectures=["Qwen3ForCausalLM"],
+                call_kinds=list(range(1, 8)),  # type: ignore[arg-type]
+                losses=list(range(1, 6)),  # type: ignore[arg-type]
+                device_state_bytes=STATE_BYTES * self.device_models,
+                host_state_bytes=1 << 30,
+                machine_type="simulated",
+                checkpoint_store_id="shared",
+            ),
+            life_nonce=self.nonce,
+            version="0",
+        )
+
+    def situation(self) -> registry_pb2.SynchronizeRequest:
+        """Synchronize."""
+        status = self.status()
+        return registry_pb2.SynchronizeRequest(
+            worker_id=self.worker_id,
+            worker_incarnation=self.incarnation,
+            deployments=status.deployments,
+            attempts=status.attempts,
+        )
+
+    def drop_strangers(self, strangers: Iterable[str]) -> None:
+        """Drops models that the controller does not list."""
+        for model_id in sorted(strangers):
+            self.note(self.name, "drops stranger", model_id[-4:])
+            self.lane.put_nowait((worker_pb2.Order(drop=worker_pb2.DropOrder(model_id=model_id)), None))
+
+    def submit(self, order: worker_pb2.Order) -> None:
+        """Takes an order; every outcome, refusal included, is a report."""
+        try:
+            self.check(order.leader_term, order.worker_incarnation, "")
+            match order.WhichOneof("action"):
+                case "run_call":
+                    self._accept(order)
+                case "abort":
+                    self._abort(order)
+                case "drop":
+                    for execution in list(self.running.values()):
+                        if execution.order.run_call.model_id == order.drop.model_id:
+                            self._stop(execution)
+                    self.lane.put_nowait((order, None))
+                case _:
+                    self.lane.put_nowait((order, None))
+        except Refused as refused:
+            self._put(self._report(order, finished=_failed(code_pb2.FAILED_PRECONDITION, refused.reason)))
+
+    def _accept(self, order: worker_pb2.Order) -> None:
+        call = order.run_call.call
+        known = self.running.get(call.call_id) or self.finished.get(call.call_id)
+        if known is not None and known.number > call.attempt:
+            raise Refused("STALE_ATTEMPT")
+        if known is not None and known.number == call.attempt:
+            if known.outcome is not None:
+                self._put(self._report(order, finished=known.outcome))
+            else:
+                known.order_id = order.order_id
+            return
+        if (older := self.running.get(call.call_id)) is not None:
+            self._stop(older)
+        execution = Execution(order, order.order_id, call.attempt)
+        self.finished.pop(call.call_id, None)
+        self.running[call.call_id] = execution
+        self.lane.put_nowait((order, execution))
+
+    def _abort(self, order: worker_pb2.Order) -> None:
+        execution = self.running.get(order.abort.call.call_id)
+        if execution is not None and execution.number == order.abort.call.attempt:
+            self._stop(execution)
+        self._put(worker_pb2.Report(order_id=order.order_id, finished=worker_pb2.OrderFinished()))
+
+    def _stop(self, execution: Execution) -> None:
+        execution.aborted = True
+        if not execution.begun and execution.outcome is None:
+            self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
+
+    def _end(self, execution: Execution, outcome: worker_pb2.OrderFinished, touched: Iterable[str]) -> None:
+        if execution.outcome is not None:
+            return
+        execution.outcome = outcome
+        if (error := wire.error_info(outcome.error)) is not None:
+            call = execution.order.run_call.call
+            self.note(self.name, "fails", f"{call.call_id[-4:]}/{call.attempt}", error.reason)
+        call_id = execution.order.run_call.call.call_id
+        if self.running.get(call_id) is execution:
+            del self.running[call_id]
+            self.finished[call_id] = execution
+        report = self._report(execution.order, finished=outcome)
+        report.order_id = execution.order_id
+        report.deployments.extend(self._deployment(model_id) for model_id in sorted(touched))
+        self._put(report)
+
+    def _put(self, report: worker_pb2.Report) -> None:
+        self.reports.append(report)
+        self.changed.set()
+
+    def _report(self, order: worker_pb2.Order, **event: object) -> worker_pb2.Report:
+        return worker_pb2.Report(
+            order_id=order.order_id,
+            worker_incarnation=order.worker_incarnation,
+            call=order.run_call.call if order.HasField("run_call") else None,
+            **event,  # type: ignore[arg-type]
+        )
+
+    def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
+        held = self.models.get(model_id)
+        if held is None:
+            return registry_pb2.DeploymentStatus(model_id=model_id)
+        tier = types_pb2.TIER_DEVICE if held.on_device else types_pb2.TIER_ABSENT if held.lost else types_pb2.TIER_HOST
+        return registry_pb2.DeploymentStatus(
+            model_id=model_id,
+            residency=[model_pb2.ComponentResidency(component="all", tier=tier, size_bytes=STATE_BYTES)],
+            weights_version=held.version,
+            applied_sequence=held.applied,
+            state_lost=held.lost,
+            host_image=held.lost,
+            host_image_sequence=held.image.applied if held.lost else 0,
+            host_image_weights_version=held.image.version if held.lost else 0,
+        )
+
+    # The device.
+
+    async def _run_lane(self) -> None:
+        while True:
+            order, execution = await self.lane.get()
+            incarnation = self.incarnation
+            if execution is not None:
+                if execution.outcome is None:
+                    await self._run_call(order, execution)
+                continue
+            outcome, touched = await self._place(order)
+            if self.incarnation == incarnation and order.order_id:
+                report = self._report(order, finished=outcome)
+                report.deployments.extend(self._deployment(model_id) for model_id in touched)
+                self._put(report)
+
+    async def _place(self, order: worker_pb2.Order) -> tuple[worker_pb2.OrderFinished, list[str]]:
+        action, incarnation = order.WhichOneof("action"), self.incarnation
+        await asyncio.sleep(self.rng.uniform(0.001, 0.4 if action == "deploy" else 0.03))
+        if self.incarnation != incarnation:
+            return worker_pb2.OrderFinished(), []
+        match action:
+            case "deploy":
+                return self._deploy(order.deploy)
+            case "drop":
+                self.models.pop(order.drop.model_id, None)
+                return worker_pb2.OrderFinished(), [order.drop.model_id]
+            case "swap_weights":
+                return self._swap(order.swap_weights)
+            case "snapshot":
+                return self._snapshot(order.snapshot), []
+            case "expire_snapshots":
+                for snapshot_id in order.expire_snapshots.snapshot_ids:
+                    self.shared.snapshots.pop(snapshot_id, None)
+                return worker_pb2.OrderFinished(), []
+            case _:
+                return worker_pb2.OrderFinished(), []
+
+    def _deploy(self, deploy: worker_pb2.DeployOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
+        present = self.models.get(deploy.model_id)
+        if present is None or present.order != deploy or present.lost:
+            copy = self._copy_for(deploy, present)
+            if isinstance(copy, str):
+                return _failed(code_pb2.DATA_LOSS, copy), []
+            held = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
+            self.models[deploy.model_id] = present = held
+        built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=present.applied)
+        return worker_pb2.OrderFinished(deployed=built), [deploy.model_id]
+
+    def _copy_for(self, deploy: worker_pb2.DeployOrder, present: Deployed | None) -> Copy | str:
+        """What a deploy restores, or the reason why it cannot."""
+        version, applied = deploy.weights_version, deploy.applied_sequence
+        if deploy.HasField("snapshot"):
+            manifest, copy = self.shared.snapshots.get(deploy.snapshot.snapshot_id, ("", None))
+            if copy is None:
+                return "CHECKPOINT_NOT_FOUND"
+            return copy if manifest == deploy.snapshot.manifest_sha256 else "CHECKPOINT_CORRUPT"
+        if deploy.from_host_image:
+            if present is None or present.image.applied != deploy.host_image_sequence:
+                return "STATE_LOST"
+            return present.image
+        if deploy.checkpoint_id:
+            if deploy.checkpoint_id not in self.shared.checkpoints:
+                return "CHECKPOINT_NOT_FOUND"
+            return Copy(self.shared.checkpoints[deploy.checkpoint_id][2], version, applied)
+        return Copy(State.base(deploy.base.init.seed), version, applied)
+
+    def _snapshot(self, order: worker_pb2.SnapshotOrder) -> worker_pb2.OrderFinished:
+        held = self.models.get(order.model_id)
+        if held is None or held.lost:
+            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED" if held is None else "STATE_LOST")
+        if self.rng.random() < self.failures:
+            return _failed(code_pb2.RESOURCE_EXHAUSTED, "STORAGE_FAILED")
+        manifest = f"{digest(order.snapshot_id, held.state, held.applied):064x}"
+        self.shared.snapshots[order.snapshot_id] = manifest, Copy(held.state, held.version, held.applied)
+        self.note(self.name, "snapshot of", order.model_id[-4:], "at", held.applied)
+        written = worker_pb2.WrittenSnapshot(
+            snapshot_id=order.snapshot_id,
+            sequence=held.applied,
+            step=held.state.step,
+            weights_version=held.version,
+            size_bytes=STATE_BYTES,
+            manifest_sha256=manifest,
+            device_s=0.001,
+            write_s=0.01,
+        )
+        return worker_pb2.OrderFinished(snapshot=written)
+
+    def _swap(self, swap: worker_pb2.SwapWeightsOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
+        for model_id in swap.evict_model_ids:
+            self._park(model_id)
+        if not swap.load_model_id:
+            return worker_pb2.OrderFinished(), list(self.models)
+        held = self.models.get(swap.load_model_id)
+        if held is None:
+            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED"), list(self.models)
+        staying = [m for m in self.models if self.models[m].on_device and m != swap.load_model_id]
+        if len(staying) + 1 > self.device_models:
+            return _failed(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"), list(self.models)
+        if not held.lost:
+            held.on_device = True
+        return worker_pb2.OrderFinished(), list(self.models)
+
+    def _park(self, model_id: str) -> None:
+        if (held := self.models.get(model_id)) is not None:
+            held.park()
+
+    def _engine_gone(self) -> set[str]:
+        touched = {model_id for model_id, held in self.models.items() if held.on_device}
+        for model_id in touched:
+            held = self.models[model_id]
+            held.on_device, held.lost = False, not held.clean
+        return touched
+
+    async def _run_call(self, order: worker_pb2.Order, execution: Execution) -> None:
+        run, incarnation, engine_died = order.run_call, self.incarnation, self.engine_died
+        refusal = self._refusal(run)
+        if refusal is not None:
+            self._end(execution, refusal, [])
+            return
+        execution.begun = True
+        self._put(self._report(order, started=worker_pb2.OrderStarted()))
+        steps = self.rng.randint(1, 4)
+        for _ in range(steps):
+            died = asyncio.ensure_future(engine_died.wait())
+            await asyncio.wait([died], timeout=self.rng.uniform(0.001, 0.05))
+            died.cancel()
+            if self.incarnation != incarnation:
+                return
+            if engine_died.is_set():
+                touched = self._engine_gone() | {run.model_id} & set(self.models)
+                self._end(execution, _failed(code_pb2.UNAVAILABLE, "ENGINE_DIED"), touched)
+                return
+            if execution.aborted and self.rng.random() < 0.7:
+                self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
+                return
+        if self.rng.random() < self.failures:
+            self._end(execution, _failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
+            return
+        before = {model_id for model_id, held in self.models.items() if held.on_device}
+        result = self._apply(run)
+        moved = before ^ {model_id for model_id, held in self.models.items() if held.on_device}
+        self._end(execution, worker_pb2.OrderFinished(result=result), {run.model_id} | moved)
+
+    def _refusal(self, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
+        held, function = self.models.get(run.model_id), run.spec.WhichOneof("function")
+        if held is None:
+            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED")
+        if held.lost and function != "load_checkpoint":
+            return _failed(code_pb2.FAILED_PRECONDITION, "STATE_LOST")
+        if function == "generate":
+            if run.weights_version != held.version:
+                return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
+        elif run.sequence <= held.applied or not (run.after_sequence == held.applied or held.lost):
+            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
+        if function != "load_checkpoint" and not held.on_device:
+            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
+        return None
+
+    def _apply(self, run: worker_pb2.RunCallOrder) -> types_pb2.CallResult:
+        """Executes: everything or nothing. The result carries the state's digest and the number of this execution."""
+        held, function = self.models[run.model_id], run.spec.WhichOneof("function") or ""
+        number = self._number(run)
+        again = "again" if run.replay else ""
+        self.note(self.name, "executes", again, function, run.sequence, f"{run.call.call_id[-4:]}/{run.call.attempt}")
+        before = held.state
+        match function:
+            case "save_checkpoint":
+                self.shared.checkpoints.setdefault(run.new_checkpoint_id, (run.model_id, run.sequence, held.state))
+            case "load_checkpoint":
+                self._load(held, run)
+            case _:
+                held.state = held.state.after(function, run.spec)
+        if run.sequence:
+            held.applied = max(run.sequence, run.through_sequence)
+        if function in ("sync_weights", "load_checkpoint"):
+            held.version = run.sequence
+        if held.state != before or function in ("sync_weights", "load_checkpoint"):
+            held.clean = False
+        return _result(run, function, held, number)
+
+    def _number(self, run: worker_pb2.RunCallOrder) -> int:
+        call = run.call
+        if run.replay and call.call_id in self.shared.last:
+            self.shared.replayed.add(self.shared.last[call.call_id])
+            return self.shared.last[call.call_id]
+        self.shared.last[call.call_id] = len(self.shared.made)
+        self.shared.made.append(Made(call.call_id, call.attempt, self.name, self.incarnation))
+        return self.shared.last[call.call_id]
+
+    def _load(self, held: Deployed, run: worker_pb2.RunCallOrder) -> None:
+        others = [m for m in self.models if self.models[m].on_device and m != run.model_id]
+        if len(others) >= self.device_models:
+            for model_id in others:
+                self._park(model_id)
+        source = run.spec.load_checkpoint.checkpoint_id
+        held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
+        held.lost, held.on_device = False, True
+
+
+def _result(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number: int) -> types_pb2.CallResult:
+    result, state = types_pb2.CallResult(), held.state
+    match function:
+        case "generate":
+            made = types_pb2.GenerateResult(
+                completions=wire.token_batch([[state.rollout, number]]), weights_version=held.version
+            )
+            result.generate.CopyFrom(made)
+        case "score":
+            result.score.logprobs.CopyFrom(wire.tensor([state.train, number], "float32"))
+        case "forward_backward":
+            result.forward_backward.loss, result.forward_backward.kl = state.train, number
+        case "optim_step":
+            result.optim_step.grad_norm = state.train * 2.0**28 + number
+            result.optim_step.step = state.step
+        case "sync_weights":
+            result.sync_weights.weights_version = run.sequence
+        case "save_checkpoint":
+            saved = result.save_checkpoint.checkpoint
+            saved.checkpoint_id, saved.label = run.new_checkpoint_id, run.spec.save_checkpoint.label
+            saved.manifest_sha256, saved.step, saved.sequence = "0" * 64, state.step, run.sequence
+        case "load_checkpoint":
+            result.load_checkpoint.weights_version, result.load_checkpoint.step = run.sequence, state.step
+        case _:
+            raise AssertionError(f"no result of {function}")
+    return result
+
+
+def _failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
+    info = wire.ErrorInfo(code, reason, f"the worker says {reason}", metadata)
+    return worker_pb2.OrderFinished(error=wire.error_status(info))
