@@ -76,13 +76,45 @@ format: $(INSTALLED) ## put the code in the house format
 proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 	@PATH="$(abspath $(BIN)):$$PATH" .ci/generate-stubs client
 
+.PHONY: kills
+kills: $(INSTALLED) ## kill -9 the worker 20 times under one training run on the real engine; what each cost (15 minutes)
+	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s --timeout 3600 tests/e2e/test_replay.py
+
+.PHONY: bench-snapshots
+bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 30 s cost a training run (15 minutes)
+	@$(BIN)/python -m benchmarks.snapshots --out out/bench-snapshots
+
 .PHONY: bench
-bench: $(BENCH_INSTALLED) ## time a durable call without work, beside a Ray actor call
+bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery, Dramatiq, procrastinate; payloads (5 minutes)
 	@$(BIN)/python -m benchmarks --out out/bench
+
+.PHONY: load
+load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among them; heartbeats and other jobs keep their time
+	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
+
+.PHONY: plexbench
+plexbench: $(INSTALLED) ## the scheduler beside its baselines, in simulation: tables and checks (3 minutes)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench
+
+.PHONY: plexbench-docs
+plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
+
+.PHONY: plexbench-full
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
+
+.PHONY: bench-swap
+bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: soak
+soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
+	@$(BIN)/python -m benchmarks.soak --out out/soak
 
 .PHONY: clean
 clean: ## remove the environment, caches and reports (not .plexrl, the data of `plexrl up`)

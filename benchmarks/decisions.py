@@ -39,7 +39,8 @@ from plexrl_controller.scheduling.views import (
 )
 
 SLICE_LIMIT_S, PLACE_LIMIT_S = 5e-3, 50e-3
-GROUP_JOBS = (2, 4, 8, 16, 32, 64, 128)
+GROUP_JOBS = (2, 4, 8, 16, 32, 64)
+"""Up to twice as many as placement lets share a group."""
 CLUSTERS = ((64, 13), (512, 100), (2_048, 400), (10_000, 2_000))
 GIB = 1 << 30
 NOW = 1_000.0

@@ -1,5 +1,6 @@
 """A measured quantity, ours beside a peer's, as medians with their spread over repetitions."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -55,8 +56,17 @@ class Measurement:
             "ours": self.ours.as_json(),
             "peer": self.peer.as_json(),
             "peer_name": self.peer_name,
-            "ratio": self.ratio.as_json(),
+            "ratio": self.ratio.as_json() | {"interval_95": ratio_interval(self.ratio)},
         }
+
+
+def ratio_interval(ratios: Spread, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the median ratio over repetitions (Efron 1979); its range with few of them."""
+    if len(ratios.values) < 3:
+        return ratios.low, ratios.high
+    draws = random.Random(seed)
+    medians = sorted(median(draws.choices(ratios.values, k=len(ratios.values))) for _ in range(resamples))
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

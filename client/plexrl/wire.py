@@ -24,6 +24,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # A server takes pings on a quiet connection for an attack unless it expects them as often as they come.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+# A server that is not told otherwise ends a connection whose idle peer pings as often as the options above say.
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 _DTYPES = {t.DTYPE_INT32: np.dtype("<i4"), t.DTYPE_FLOAT32: np.dtype("<f4")}
@@ -93,7 +100,7 @@ def float32s(message: t.Tensor, *, name: str = "tensor") -> Float32Array:
 def _vector(message: t.Tensor, dtype: str, name: str) -> NDArray[np.generic]:
     data = message.data
     if message.dtype == _WIRE_DTYPES[dtype] and message.shape == [len(data) >> 2] and not len(data) & 3:
-        return np.frombuffer(data, _DTYPES[message.dtype])
+        return np.frombuffer(data, _DTYPES[_WIRE_DTYPES[dtype]])
     values = array(message, dtype, name=name)
     if values.ndim != 1:
         raise WireError(f"{name}: has {values.ndim} axes, want 1")

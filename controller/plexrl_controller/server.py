@@ -28,7 +28,7 @@ from plexrl.v1 import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from plexrl.wire import CHANNEL_OPTIONS
+from plexrl.wire import SERVER_OPTIONS
 from plexrl_controller.api.admin import AdminService, RegistryService
 from plexrl_controller.api.auth import AuthInterceptor, token_sha256
 from plexrl_controller.api.calls import CallService
@@ -114,7 +114,7 @@ def build_server(core: Core, transport: GrpcTransport) -> tuple[grpc.aio.Server,
     """A server with every service, not yet listening."""
     # Without SO_REUSEPORT a second controller on a taken port fails instead of sharing it.
     server = grpc.aio.server(
-        interceptors=[AuthInterceptor(core.ledger)], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
+        interceptors=[AuthInterceptor(core.ledger)], options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
     )
     job_pb2_grpc.add_JobServiceServicer_to_server(JobService(core), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(core, transport), server)

@@ -139,6 +139,21 @@ async def test_models_beyond_the_host_tier_go_where_a_disk_tier_takes_them() -> 
         assert refused.value.reason == "NO_FEASIBLE_WORKER"
 
 
+async def test_a_prefetch_that_is_out_of_date_never_keeps_the_group_from_serving() -> None:
+    double = WorkerDouble(device_state_bytes=STATE_BYTES * 3 // 2)
+    double.capabilities.prefetch = True
+    async with running_leader(worker=double) as leader:
+        worker_id = await leader.join()
+        first, second = [await leader.model(await leader.job(name)) for name in ("a", "b")]
+        await leader.submit(first, specs.generate())
+        await leader.work()
+        # As after a report that came late: both cannot be there at once.
+        leader.core.ledger.groups[worker_id].prefetched = second.model_id
+        await leader.submit(first, specs.generate())
+        await leader.work()
+        assert len(double.executed) == 2
+
+
 @pytest.mark.parametrize("offered", [True, False])
 async def test_the_next_jobs_model_is_prefetched_once_while_another_runs(offered: bool) -> None:
     """Only by a worker that offers it."""
@@ -463,47 +478,6 @@ async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
         step = await leader.submit(model, specs.optim_step(), 6)
         await leader.work()
         assert [call_of(leader, c.call_id).state for c in (again, step)] == [CallState.SUCCEEDED] * 2
-
-
-async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
-    """G03: what comes before a call that ended badly still runs; only what comes after it is blocked."""
-    async with running_leader() as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        first = await leader.submit(model, specs.forward_backward(), 1)
-        second = await leader.submit(model, specs.optim_step(), 2)
-        third = await leader.submit(model, specs.sync(), 3)
-        await leader.submit(model, specs.generate())
-        await submit.cancel(leader.core, call_of(leader, third.call_id))
-        await leader.work()
-        assert [call_of(leader, c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2
-        assert await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id]) == 4
-
-
-async def test_a_failure_before_a_cancelled_call_fails_what_lies_between() -> None:
-    """G03: the sequence is blocked at the earliest call that ended badly."""
-    async with running_leader() as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        leader.worker.fail_next["forward_backward"] = (3, "NON_FINITE")
-        await leader.submit(model, specs.forward_backward(), 1)
-        between = await leader.submit(model, specs.optim_step(), 2)
-        last = await leader.submit(model, specs.sync(), 3)
-        await submit.cancel(leader.core, call_of(leader, last.call_id))
-        await leader.work()
-        assert call_of(leader, between.call_id).reason is CallReason.PREDECESSOR_FAILED
-
-
-async def test_giving_up_a_gap_ends_the_generates_that_wait_for_a_version_behind_it() -> None:
-    """G03: a version that will never be made is not waited for."""
-    async with running_leader() as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        await leader.submit(model, specs.sync(), 2)
-        waiting = await leader.submit(model, specs.generate())
-        assert waiting.weights_version == 2
-        await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id])
-        assert call_of(leader, waiting.call_id).reason is CallReason.PREDECESSOR_FAILED
 
 
 async def test_a_client_that_goes_away_in_mid_request_leaves_no_change_half_made() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from plexrl.waiting.cluster.http import RealTime
 from plexrl.waiting.cluster.thread import ServerThread, serve_in_thread
 from plexrl.waiting.latency.local import simulate
-from tests.support.kubernetes_cluster import Kubectl, deployment, job, pod
+from tests.support.kubernetes_cluster import Kubectl, deployment
 
 
 @pytest.fixture
@@ -26,21 +25,15 @@ def kubectl(cluster: ServerThread, tmp_path: Path) -> Kubectl:
     return Kubectl(cluster.url, tmp_path)
 
 
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Kubectl]:
-    """kubectl on a cluster whose time passes by itself, fifty times as fast as on the wall."""
-    with serve_in_thread(lambda: simulate("calm", seed=7), real_time=RealTime(speed=50)) as server:
-        yield Kubectl(server.url, tmp_path)
-
-
 def manifest(directory: Path, item: Mapping[str, Any], name: str = "manifest.yaml") -> str:
     path = directory / name
     path.write_text(yaml.safe_dump(dict(item)))
     return str(path)
 
 
-def test_create_get_describe_and_delete(cluster: ServerThread, kubectl: Kubectl, tmp_path: Path) -> None:
-    assert kubectl("create", "-f", manifest(tmp_path, deployment(replicas=2))) == "deployment.apps/web created\n"
+def test_create_get_describe_and_delete(cluster: ServerThread, kubectl: Kubectl) -> None:
+    created = kubectl("create", "deployment", "web", "--image=nginx:1.27", "--replicas=2", "--port=80")
+    assert created == "deployment.apps/web created\n"
     header, row = kubectl("get", "deployments").splitlines()
     assert header.split() == ["NAME", "READY", "UP-TO-DATE", "AVAILABLE", "AGE"]
     assert row.split() == ["web", "0/2", "2", "0", "0s"]
@@ -103,27 +96,6 @@ def test_server_side_apply_finds_conflicts_and_takes_back(kubectl: Kubectl, tmp_
     assert labels == {"owner": "blue"}
 
 
-def test_rollouts_are_watched_to_their_end(quick: Kubectl, tmp_path: Path) -> None:
-    quick("apply", "-f", manifest(tmp_path, deployment(replicas=3)))
-    assert 'deployment "web" successfully rolled out' in quick("rollout", "status", "deployment/web")
-    assert quick("scale", "deployment/web", "--replicas=6") == "deployment.apps/web scaled\n"
-    assert 'deployment "web" successfully rolled out' in quick("rollout", "status", "deployment/web")
-    before = set(quick("get", "pods", "-o", "name").split())
-    assert len(before) == 6
-    assert quick("rollout", "restart", "deployment/web") == "deployment.apps/web restarted\n"
-    assert 'deployment "web" successfully rolled out' in quick("rollout", "status", "deployment/web")
-    running = set(quick("get", "pods", "-o", "name", "--field-selector=status.phase=Running").split())
-    assert len(running - before) == 6
-    quick("set", "image", "deployment/web", "main=nginx:1.28")
-    quick("rollout", "status", "deployment/web")
-    assert quick("get", "deployment", "web", "-o", "jsonpath={.spec.template.spec.containers[0].image}") == "nginx:1.28"
-    history = quick("rollout", "history", "deployment/web").splitlines()
-    assert [line.split()[0] for line in history if line[:1].isdigit()] == ["1", "2", "3"]
-    quick("rollout", "undo", "deployment/web")
-    quick("rollout", "status", "deployment/web")
-    assert quick("get", "deployment", "web", "-o", "jsonpath={.spec.template.spec.containers[0].image}") == "nginx:1.27"
-
-
 def test_rollout_status_tells_how_far_a_rollout_is(cluster: ServerThread, kubectl: Kubectl, tmp_path: Path) -> None:
     kubectl("apply", "-f", manifest(tmp_path, deployment(replicas=3)))
     cluster.advance(30)
@@ -137,18 +109,6 @@ def test_rollout_status_tells_how_far_a_rollout_is(cluster: ServerThread, kubect
     lines += watching.communicate()[0].splitlines()
     assert any("1 old replicas are pending termination" in line for line in lines)
     assert lines[-1] == 'deployment "web" successfully rolled out'
-
-
-def test_wait_for_conditions_and_for_deletion(quick: Kubectl, tmp_path: Path) -> None:
-    quick("apply", "-f", manifest(tmp_path, pod()))
-    assert quick("wait", "pod/one", "--for=condition=Ready", "--timeout=20s") == "pod/one condition met\n"
-    quick("apply", "-f", manifest(tmp_path, job()))
-    assert quick("wait", "job/sum", "--for=condition=complete", "--timeout=20s") == "job.batch/sum condition met\n"
-    assert quick("get", "jobs").splitlines()[1].split()[:3] == ["sum", "Complete", "1/1"]
-    # The deletion of a pod takes its time, and kubectl waits for it.
-    assert 'pod "one" deleted' in quick("delete", "pod", "one")
-    assert "not found" in quick("get", "pod", "one", status=1)
-    quick("wait", "pod/two", "--for=condition=Ready", "--timeout=1s", status=1)
 
 
 def test_watch_shows_every_state_in_order(cluster: ServerThread, kubectl: Kubectl) -> None:
@@ -189,8 +149,7 @@ def test_explain_and_discovery(kubectl: Kubectl) -> None:
 
 
 def test_namespaces_come_and_go_with_what_is_in_them(cluster: ServerThread, kubectl: Kubectl, tmp_path: Path) -> None:
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "lab"}}
-    kubectl("create", "-f", manifest(tmp_path, namespace))
+    kubectl("create", "namespace", "lab")
     item = deployment()
     item["metadata"]["namespace"] = "lab"
     kubectl("create", "-f", manifest(tmp_path, item))

@@ -18,7 +18,7 @@ from plexrl.waiting.agents.chat import OpenAICompatible, ThroughPlexRL
 from plexrl.waiting.agents.interface import Observation, Record
 from plexrl.waiting.agents.language import LanguageModel, code_of
 from plexrl.waiting.agents.prompts import HistoryBlock, history_block, system, user
-from plexrl.waiting.episodes import End, Run
+from plexrl.waiting.episodes import MAX_TURNS, End, Run
 from plexrl.waiting.sandbox import Sandbox
 from plexrl.waiting.scenarios import SCENARIOS
 
@@ -32,8 +32,8 @@ OBSERVATION = Observation(OPERATION, SCENARIOS["gamma-16"].costs, 2, 0, None, ()
 
 def test_the_history_block_and_its_ablations() -> None:
     full = history_block(RECORDS, HistoryBlock.FULL)
-    assert "slept 20.0, 10.0 s; 2 queries (20.0 s not finished, 30.0 s finished)" in full
-    assert "it took between 20.0 and 30.0 s" in full
+    assert "it took between 20.0 and 30.0 s; slept 20.0 s, then 10.0 s; 2 queries, not finished at 20.0 s" in full
+    assert "finished at 30.0 s" in full
     assert "more than 600.0 s" in full
     intervals = history_block(RECORDS, HistoryBlock.INTERVALS)
     assert "between 20.0 and 30.0 s" in intervals
@@ -227,7 +227,8 @@ def test_a_small_model_is_guided_through_plexrl(sandbox: Sandbox) -> None:
     model = Letters("31.5)\nprint(")
     agent = LanguageModel(ThroughPlexRL(cast("plexrl.Model", model)), guided=True)
     action = agent.act(OBSERVATION, {"apply": RECORDS})
-    assert action.code == f"{OPERATION.start}\ntime.sleep(31.5)\nprint({OPERATION.look})"
+    again = f"while not {OPERATION.look}:\n    time.sleep(31.5)"
+    assert action.code == f"{OPERATION.start}\ntime.sleep(31.5)\n{again}"
     assert model.prompts[0].endswith(f"<|im_start|>assistant\n```python\n{OPERATION.start}\ntime.sleep(")
     assert (action.prompt_tokens, action.completion_tokens) == (len(model.prompts[0]), len(model.answer))
     score = Run(SCENARIOS["gamma-16"], agent, sandbox, seed=0).run_episode()[0]
@@ -239,3 +240,4 @@ def test_what_is_no_number_is_seen_as_a_stop(sandbox: Sandbox) -> None:
     score = Run(SCENARIOS["gamma-16"], agent, sandbox, seed=0).run_episode()[0]
     assert set(score.complaints) == {"syntax"}
     assert score.end is End.GAVE_UP
+    assert score.queries == MAX_TURNS + 1

@@ -161,6 +161,19 @@ def test_worker_killed(local: LocalCluster) -> None:
     disturb(local, kill)
 
 
+def test_worker_restarted(local: LocalCluster) -> None:
+    """SIGTERM, as an upgrade sends it: the next life goes on with every state, and jobs notice only time."""
+
+    def restart() -> None:
+        pid = local.kill("worker-0", signal.SIGTERM)
+        local.wait_replaced("worker-0", pid)
+        local.wait_ready()
+
+    a, b = disturb(local, restart)
+    assert a.recoveries == b.recoveries == 0
+    assert set(a.ended + b.ended) <= {"ForwardBackward", "OptimStep", "SyncWeights", "Completions"}
+
+
 def test_controller_killed(local: LocalCluster) -> None:
     """G14, G20: no accepted call is lost or doubled, and no training state is lost."""
 

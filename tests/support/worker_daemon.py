@@ -118,9 +118,9 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
             model_ids=present if self.model_ids is None else self.model_ids,
         )
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = _ANSWER_LIMIT_S) -> None:
         """Waits until something that the worker said makes the condition true."""
-        async with asyncio.timeout(_ANSWER_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

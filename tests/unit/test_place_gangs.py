@@ -111,7 +111,7 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(clusters, requests, policies)
 def test_a_placed_job_keeps_gangs_memory_and_targets(
     view: ClusterView, request: PlacementRequest, policy: Policy
@@ -214,7 +214,10 @@ def test_a_gang_takes_the_tightest_node_or_whole_nodes() -> None:
     large = place(view, wanted(0.1, size=16), Policy())
     assert isinstance(large, Placed)
     assert {w.split(".")[0] for w in large.assignments[0].worker_ids} == {"big", "other"}
-    assert refused(view, wanted(0.1, size=32)).blocker is Blocker.GANG
+    never = refused(view, wanted(0.1, size=32))
+    assert (never.blocker, never.temporary) == (Blocker.GANG, False)
+    later = refused(replace(view, groups=(gang("g", 16, member("a", 0.5)),)), wanted(0.1, size=32))
+    assert (later.blocker, later.temporary) == (Blocker.GANG, True)
 
 
 def test_a_tenant_over_its_quota_is_told_when_it_resets() -> None:

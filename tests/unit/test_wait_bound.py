@@ -64,7 +64,7 @@ def bound_s(machine: Machine, chunk_max_s: float) -> float:
     return machine.policy.starvation_bound_s + others * (chunk_max_s + sigma_max_s) + chunk_max_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(machines(), arrivals, st.lists(st.integers(0, 4), min_size=60, max_size=60))
 def test_nobody_waits_for_longer_than_the_bound(machine: Machine, calls: list[Arrival], jobs: list[int]) -> None:
     """On a group that can yield, a chunk is `chunk_s`, however long the calls are."""
@@ -84,7 +84,7 @@ def test_the_bound_holds_where_calls_cannot_yield(machine: Machine, calls: list[
         assert wait_s <= bound_s(machine, max(machine.stretches)) + TOLERANCE_S, job_id
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(Order), st.sampled_from(HoldRule), st.integers(1, 3), st.sampled_from([0.0, 2.0]))
 def test_a_flood_starves_nobody(order: Order, hold: HoldRule, floods: int, load_s: float) -> None:
     """Jobs that always have short calls ready against one whose single call every order would rank last."""

@@ -108,7 +108,7 @@ class Rollouts(RuleBasedStateMachine):
     @invariant()
     def a_watch_has_seen_what_a_list_shows(self) -> None:
         while lines := self.watch.read(50):
-            for line in lines:
+            for line in lines.splitlines():
                 event = msgspec.json.decode(line)
                 item = event["object"]
                 if event["type"] == "DELETED":

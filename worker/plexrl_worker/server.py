@@ -76,7 +76,7 @@ class WorkerServer:
 
     def __init__(self, settings: WorkerSettings, service: WorkerService) -> None:
         self.health = health.aio.HealthServicer()
-        self._server = aio.server(interceptors=(TokenInterceptor(settings.token),), options=wire.CHANNEL_OPTIONS)
+        self._server = aio.server(interceptors=(TokenInterceptor(settings.token),), options=wire.SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         worker_pb2_grpc.add_WeightServiceServicer_to_server(WeightService(), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)

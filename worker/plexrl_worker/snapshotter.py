@@ -69,11 +69,13 @@ class Snapshotter:
             if not self._must_write_back(deployment):
                 # Calls that change nothing may have run since the image was written.
                 state = replace(state, applied_sequence=deployment.applied_sequence)
+            cpu_before_s = await self._in_thread(time.thread_time)
             committed = await self._write(deployment, state, order.snapshot_id, image_held)
+            cpu_s = await self._in_thread(time.thread_time) - cpu_before_s
         write_s = time.monotonic() - started_s
         _log.info(
             "snapshot_committed", model_id=order.model_id, sequence=state.applied_sequence, bytes=committed.size_bytes,
-            device_s=round(device_s, 4), write_s=round(write_s, 3),
+            device_s=round(device_s, 4), write_s=round(write_s, 3), cpu_s=round(cpu_s, 3),
         )  # fmt: skip
         return w.WrittenSnapshot(
             snapshot_id=order.snapshot_id,

@@ -34,6 +34,12 @@ def add_parser(subparsers: options.Subparsers) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="e.g. trace.json")
     parser.add_argument("--job", default="", metavar="ID", help="only this job's device time")
+    parser.add_argument(
+        "--format",
+        choices=("chrome", "trace"),
+        default="chrome",
+        help="trace: JSON lines for `plexrl simulate --from-trace`",
+    )
     options.add_connection_arguments(parser)
 
 
@@ -42,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
     with options.connection(args) as connection:
         intervals = read_intervals(connection, args.job)
         job_names, worker_names = read_names(connection)
+    if args.format == "trace":
+        write_recording(args.output, intervals, worker_names)
+        print(f"wrote {len(intervals)} intervals to {args.output}: plexrl simulate --from-trace {args.output}")
+        return 0
     write_trace(args.output, intervals, job_names, worker_names)
     print(f"wrote {len(intervals)} intervals to {args.output}: open it in https://ui.perfetto.dev")
     return 0
@@ -63,6 +73,26 @@ def read_names(connection: Connection) -> tuple[dict[str, str], dict[str, str]]:
     jobs = {job.job_id: job.name for job in options.pages(fetch, limit=100_000)}
     workers = connection.unary(connection.admin.ListWorkers, a.ListWorkersRequest()).workers
     return jobs, {worker.worker_id: worker.name for worker in workers}
+
+
+def write_recording(path: Path, intervals: Iterable[t.DeviceInterval], worker_names: Mapping[str, str]) -> None:
+    """Writes device time as JSON lines, seconds from the first interval: what `plexrl simulate --from-trace` reads."""
+    intervals = sorted(intervals, key=lambda interval: interval.start_unix_ns)
+    origin_ns = intervals[0].start_unix_ns if intervals else 0
+    lines = [json.dumps({"format": "plexrl-trace", "version": 1})]
+    for interval in intervals:
+        busy = interval.kind == t.INTERVAL_KIND_BUSY
+        line = {
+            "kind": options.state_name(t.IntervalKind.Name(interval.kind), "INTERVAL_KIND_").lower(),
+            "worker": worker_names.get(interval.worker_id, interval.worker_id),
+            "job": interval.job_id,
+            "function": options.state_name(t.CallKind.Name(interval.call_kind), "CALL_KIND_").lower() if busy else "",
+            "start_s": (interval.start_unix_ns - origin_ns) / 1e9,
+            "end_s": (max(interval.start_unix_ns, interval.end_unix_ns) - origin_ns) / 1e9,
+        }
+        lines.append(json.dumps(line))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_trace(

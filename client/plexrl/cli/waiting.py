@@ -25,6 +25,8 @@ def add_parser(subparsers: options.Subparsers) -> None:
     _add_bench(commands)
     _add_run(commands)
     _add_learn(commands)
+    _add_serve(commands)
+    _add_latency(commands)
     _add_llm(commands)
 
 
@@ -83,6 +85,49 @@ def _add_learn(commands: options.Subparsers) -> None:
     parser.set_defaults(run=_learn)
 
 
+def _add_serve(commands: options.Subparsers) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="a simulated Kubernetes cluster, for kubectl and friends",
+        description="Serves a simulated Kubernetes cluster on 127.0.0.1 until it is interrupted. Prints where the "
+        "kubeconfig is; only its owner can read it.",
+    )
+    _add_preset(parser)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same latencies (default: 0)")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="how fast time passes; 0: only when a client asks for it (default: 1)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(".plexrl/waiting"), metavar="DIR", help="default: .plexrl/waiting"
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write every change there, one JSON line each")
+    parser.set_defaults(run=_serve)
+
+
+def _add_latency(commands: options.Subparsers) -> None:
+    parser = commands.add_parser(
+        "latency",
+        help="simulated nodes for a real cluster: their pods start as slowly as a preset says",
+        description="Adds nodes without machines to the cluster of a kubeconfig, and starts, readies, ends and stops "
+        "the pods on them in the time of a preset. Other nodes and their pods are left alone. Runs until interrupted; "
+        "the nodes stay, to be deleted with kubectl.",
+    )
+    parser.add_argument("--kubeconfig", type=Path, required=True, metavar="FILE")
+    _add_preset(parser)
+    parser.add_argument("--nodes", type=_positive, default=3, help="default: 3")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.set_defaults(run=_latency)
+
+
+def _add_preset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset",
+        default="calm",
+        help="calm, near-saturation, image-pull, cold-start, node-provisioning or instant (default: calm)",
+    )
+
+
 def _add_llm(commands: options.Subparsers) -> None:
     parser = commands.add_parser(
         "llm",
@@ -134,6 +179,27 @@ def _chat_agent(args: argparse.Namespace) -> Any:
 
 def _learn(args: argparse.Namespace) -> int:
     return int(_module("plexrl.waiting.learned.demo").run(args.out, args.seeds))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    serving = _module("plexrl.waiting.serving")
+    serving.serve(
+        serving.ServeOptions(
+            preset=serving.checked_preset(args.preset),
+            seed=args.seed,
+            speed=args.speed,
+            port=args.port,
+            directory=args.dir,
+            log=args.log,
+        )
+    )
+    return 0
+
+
+def _latency(args: argparse.Namespace) -> int:
+    serving = _module("plexrl.waiting.serving")
+    serving.add_latency(args.kubeconfig, serving.checked_preset(args.preset), nodes=args.nodes, seed=args.seed)
+    return 0
 
 
 def _llm(args: argparse.Namespace) -> int:

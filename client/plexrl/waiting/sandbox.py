@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -34,7 +34,7 @@ _CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter"})
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one code action, over all its parts and processes."""
+    """Of one code action, over all its parts and processes. A program that is resumed keeps to its new host's."""
 
     code_bytes: int = 16 * 1024
     turn_s: float = 1.0
@@ -85,15 +85,17 @@ class Used:
 
 @dataclass(frozen=True)
 class Program:
-    """A suspended program. Opaque; a value that outlives the process that made it."""
+    """A suspended program. Opaque; a value that outlives the process that made it.
+
+    It carries what it has used of its limits: store it where code actions cannot write.
+    """
 
     state: bytes
     used: Used
-    limits: Limits
 
     def to_bytes(self) -> bytes:
         """For storing; `from_bytes` reads it in any process with the same Monty version."""
-        head = json.dumps({"used": asdict(self.used), "limits": asdict(self.limits)}).encode()
+        head = json.dumps(asdict(self.used)).encode()
         return _MAGIC + len(head).to_bytes(4, "big") + head + self.state
 
     @classmethod
@@ -103,7 +105,7 @@ class Program:
         length = int.from_bytes(body[:4], "big")
         try:
             head = json.loads(body[4 : 4 + length])
-            return cls(body[4 + length :], Used(**head["used"]), Limits(**head["limits"]))
+            return cls(body[4 + length :], Used(**{field.name: head[field.name] for field in fields(Used)}))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"not a stored program: {error}") from None
 
@@ -182,7 +184,7 @@ class Sandbox:
         return self._run("", program, tools, now_s)
 
     def _run(self, code: str, program: Program | None, tools: Tools, now_s: Callable[[], float]) -> Outcome:
-        limits = program.limits if program else self.limits
+        limits = self.limits
         turns = _Turns(limits, program.used if program else Used(), tools, now_s)
         modules = {tools.name: monty.ExternalModule(dict.fromkeys(tools.functions, _never_called))}
         try:
@@ -292,7 +294,7 @@ class _Turns:
                 Reason.SLEEP_LIMIT, f"would sleep for {slept_s:.6g} s in all, at most {self._limits.sleep_s:g} s"
             )
         self._used = replace(self._used, sleep_s=slept_s)
-        return Sleeping(seconds, Program(snapshot.dump(), self._used, self._limits), self._text())
+        return Sleeping(seconds, Program(snapshot.dump(), self._used), self._text())
 
     def _call(self, snapshot: monty.FunctionSnapshot) -> monty.SyncSnapshot:
         name = snapshot.function_name

@@ -1,5 +1,6 @@
 """CallService: submit, watch, cancel, acknowledge, list, explain."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +9,7 @@ from plexrl.v1 import call_pb2, call_pb2_grpc
 from plexrl_controller.api import messages
 from plexrl_controller.api.auth import identity, require_visible
 from plexrl_controller.api.explain import explain
-from plexrl_controller.api.job_stream import JobStream, checked_ids
+from plexrl_controller.api.job_stream import LARGE_BYTES, JobStream, checked_ids
 from plexrl_controller.api.validation import check_spec
 from plexrl_controller.dispatch import limits, submit
 from plexrl_controller.dispatch.core import Core
@@ -30,9 +31,8 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def SubmitCall(self, request: call_pb2.SubmitCallRequest, context: Any) -> call_pb2.Call:
         """Accepts a call."""
-        submission = self.submission(request)
-        await self.check_checkpoint(submission)
-        call = await submit.submit(self._core, submission)
+        arrival = submit.Arrival(self._core, ModelId(request.model_id))
+        call = await submit.submit(self._core, arrival, lambda: self.prepared(request, request.ByteSize()))
         return await messages.full_call_message(self._core, call)
 
     async def Connect(
@@ -154,7 +154,14 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             timeout_s=messages.seconds(request, "timeout", limits.DEFAULT_CALL_TIMEOUT_S, limits.CALL_TIMEOUT_RANGE_S),
         )
 
-    async def check_checkpoint(self, submission: submit.Submission) -> None:
+    async def prepared(self, request: call_pb2.SubmitCallRequest, size_bytes: int) -> submit.Submission:
+        """Checks a submit, a large one beside the loop, and that a checkpoint to be loaded is there."""
+        large = size_bytes > LARGE_BYTES
+        submission = await asyncio.to_thread(self.submission, request) if large else self.submission(request)
+        await self._check_checkpoint(submission)
+        return submission
+
+    async def _check_checkpoint(self, submission: submit.Submission) -> None:
         """Checks that the checkpoint to be loaded is there. Raises NotFound."""
         checkpoint_id = CheckpointId(submission.spec.load_checkpoint.checkpoint_id)
         if submission.kind is not CallKind.LOAD_CHECKPOINT or not checkpoint_id:

@@ -15,13 +15,16 @@ from plexrl_controller.api.status import normalize, status_of
 from plexrl_controller.dispatch import limits, submit
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.domain.errors import ControllerError, InvalidArgument
-from plexrl_controller.domain.ids import CallId
+from plexrl_controller.domain.ids import CallId, ModelId
 from plexrl_controller.domain.records import Call, Job
 from plexrl_controller.domain.states import CallKind
 from plexrl_controller.lifecycle import calls as call_lifecycle
 
 MAX_PENDING_SUBMITS = 1024
+MAX_PENDING_BYTES = 128 * 1024 * 1024
 """Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
+LARGE_BYTES = 256 * 1024
+"""A submit of this size is checked and hashed beside the loop, so that nobody's small calls wait for it."""
 
 
 class SubmitChecks(Protocol):
@@ -31,8 +34,8 @@ class SubmitChecks(Protocol):
         """Checks a submit as far as memory tells."""
         ...
 
-    async def check_checkpoint(self, submission: submit.Submission) -> None:
-        """Checks that a checkpoint to be loaded is there."""
+    async def prepared(self, request: call_pb2.SubmitCallRequest, size_bytes: int) -> submit.Submission:
+        """Checks a submit that is large or needs the store."""
         ...
 
 
@@ -46,6 +49,7 @@ class JobStream:
         self._answers: list[call_pb2.ServerMessage] = []
         self._subscription = core.hub.watch_job(job.job_id)
         self._pending = 0
+        self._pending_bytes = 0
         self._room = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
@@ -115,7 +119,7 @@ class JobStream:
 
     async def _take(self, frame: Sequence[call_pb2.ClientMessage]) -> None:
         await self._core.writer.has_room()
-        while self._pending >= MAX_PENDING_SUBMITS:
+        while self._pending >= MAX_PENDING_SUBMITS or self._pending_bytes >= MAX_PENDING_BYTES:
             self._room.clear()
             await self._room.wait()
         acknowledged: list[str] = []
@@ -132,7 +136,11 @@ class JobStream:
             freed = submit.acknowledge(self._core, self._job, acknowledged)
             if freed:
                 self._spawn(submit.acknowledged(self._core, self._job, freed))
-        if submits:
+        # Measuring a message costs as much as writing it, and a large one comes alone.
+        size_bytes = submits[0].ByteSize() if len(submits) == 1 else 0
+        if size_bytes > LARGE_BYTES:
+            self._accept_behind(submits[0], size_bytes)
+        elif submits:
             self._accept(submits)
 
     def _accept(self, submits: Sequence[call_pb2.SubmitCallRequest]) -> None:
@@ -141,9 +149,10 @@ class JobStream:
         accepted: list[Call] = []
         for request in submits:
             try:
-                submission = self._submission(request)
+                self._check_job(request)
+                submission = self._checks.submission(request)
                 if submission.kind is CallKind.LOAD_CHECKPOINT or not submit.may_accept_now(self._core, submission):
-                    self._accept_behind(submission)
+                    self._accept_behind(request)
                 else:
                     accepted.append(submit.accept_now(self._core, batch, submission))
             except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status
@@ -154,30 +163,33 @@ class JobStream:
         else:
             self._notice()
 
-    def _submission(self, request: call_pb2.SubmitCallRequest) -> submit.Submission:
-        if request.job_id != self._job.job_id:
-            raise InvalidArgument("job_id: another job than the stream's")
-        return self._checks.submission(request)
-
     def _accepted(self, accepted: Sequence[Call], error: ControllerError | None) -> None:
         for call in accepted:
             self._answer(call.request_id, call if error is None else error)
         self._settled(len(accepted))
 
-    def _accept_behind(self, submission: submit.Submission) -> None:
+    def _check_job(self, request: call_pb2.SubmitCallRequest) -> None:
+        if request.job_id != self._job.job_id:
+            raise InvalidArgument("job_id: another job than the stream's")
+
+    def _accept_behind(self, request: call_pb2.SubmitCallRequest, size_bytes: int = 0) -> None:
         """Takes the call's place in the order of arrival, and accepts it in a task."""
-        arrival = submit.Arrival(self._core, submission.model)
+        arrival = submit.Arrival(self._core, ModelId(request.model_id))
         self._pending += 1
-        task = self._spawn(self._accept_alone(submission, arrival))
-        task.add_done_callback(lambda _: self._settled(1))
+        self._pending_bytes += size_bytes
+        task = self._spawn(self._accept_alone(request, arrival, size_bytes))
+        task.add_done_callback(lambda _: self._settled(1, size_bytes))
         task.add_done_callback(lambda _: arrival.leave())
 
-    async def _accept_alone(self, submission: submit.Submission, arrival: submit.Arrival) -> None:
+    async def _accept_alone(
+        self, request: call_pb2.SubmitCallRequest, arrival: submit.Arrival, size_bytes: int
+    ) -> None:
         try:
-            await self._checks.check_checkpoint(submission)
-            self._answer(submission.request_id, await submit.submit(self._core, submission, arrival))
+            self._check_job(request)
+            call = await submit.submit(self._core, arrival, lambda: self._checks.prepared(request, size_bytes))
+            self._answer(request.request_id, call)
         except Exception as error:  # noqa: BLE001 - as in `_accept`
-            self._answer(submission.request_id, error)
+            self._answer(request.request_id, error)
 
     def _answer(self, request_id: str, outcome: Call | Exception) -> None:
         if isinstance(outcome, Call):
@@ -191,8 +203,9 @@ class JobStream:
             answer = call_pb2.ServerMessage(rejected=call_pb2.SubmitRejected(request_id=request_id, error=status))
         self._answers.append(answer)
 
-    def _settled(self, count: int) -> None:
+    def _settled(self, count: int, size_bytes: int = 0) -> None:
         self._pending -= count
+        self._pending_bytes -= size_bytes
         self._room.set()
         self._notice()
 

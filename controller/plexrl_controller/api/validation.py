@@ -23,6 +23,7 @@ _SETTINGS_OF_LOSS = {
     types_pb2.LOSS_LINEAR: (frozenset({"logprob_grads"}), frozenset[str]()),
 }
 """Per loss: the arrays and the settings that it uses."""
+_FEW = 256
 _ARRAYS = ("advantages", "old_logprobs", "ref_logprobs", "logprob_grads")
 
 
@@ -143,8 +144,10 @@ def _check_batch(batch: types_pb2.TokenBatch, name: str) -> tuple[wire.Int32Arra
         raise InvalidArgument(f"{name}: {lengths.size} sequences, the limit is {limits.MAX_BATCH_SEQUENCES}; split it")
     if token_ids.size > limits.MAX_BATCH_TOKENS:
         raise InvalidArgument(f"{name}: {token_ids.size} tokens, the limit is {limits.MAX_BATCH_TOKENS}; split it")
-    if int(token_ids.min()) < 0:
-        raise InvalidArgument(f"{name}.token_ids: {int(token_ids.min())} is negative")
+    # Few are looked at sooner one by one than as an array.
+    least = min(token_ids.tolist()) if token_ids.size <= _FEW else int(token_ids.min())
+    if least < 0:
+        raise InvalidArgument(f"{name}.token_ids: {least} is negative")
     return token_ids, lengths
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.domain.ids import WorkerId
+from plexrl_controller.domain.states import ModelState
 from plexrl_controller.scheduling.plan import Prefetch, WriteBack
 
 
@@ -16,6 +17,9 @@ def begin_moves(core: Core, worker_id: WorkerId, moves: Sequence[Prefetch | Writ
     worker, group = core.ledger.workers[worker_id], core.ledger.groups[worker_id]
     for move in moves:
         match move:
+            case Prefetch(model_id=model_id) if core.ledger.models[model_id].state is not ModelState.PLACED:
+                # There is nothing parked yet that could be moved.
+                pass
             case Prefetch(model_id=model_id, drop=()) if group.prefetched is None:
                 group.prefetched = model_id
                 core.transport.send(worker_id, [core.orders.prefetch(model_id, worker.incarnation)])

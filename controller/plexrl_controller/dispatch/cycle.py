@@ -57,6 +57,11 @@ class GroupCycle:
             view = group_view(core.ledger, self._worker_id, now)
             plan = next_slice(view, now, core.policy)
             broken = violations(view, plan)
+            group = core.ledger.groups[self._worker_id]
+            if broken and group.prefetched is not None:
+                # A hint must never stand in the way: the worker gives up what there is no room for.
+                group.prefetched = None
+                continue
             if broken:
                 core.invariant_violations += 1
                 log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))

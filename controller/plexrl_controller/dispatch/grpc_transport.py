@@ -150,7 +150,8 @@ class GrpcTransport:
                 size = 0
                 while link.orders and len(frame.orders) < MAX_FRAME_ORDERS and size < MAX_FRAME_BYTES:
                     order = link.orders.popleft()
-                    size += order.ByteSize()
+                    # Measuring costs as much as writing; what is alone need not be measured.
+                    size += order.ByteSize() if link.orders else 0
                     frame.orders.append(order)
                 yield frame
 

@@ -6,8 +6,9 @@ seen enough. Decides nothing.
 
 from plexrl_controller.dispatch.ledger import JobFacts, Ledger
 from plexrl_controller.domain.ids import JobId, WorkerId
-from plexrl_controller.domain.records import Interval
+from plexrl_controller.domain.records import Interval, Job
 from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.scheduling.views import Demand
 
 
 def learn_interval(ledger: Ledger, interval: Interval, now: float) -> None:
@@ -40,6 +41,11 @@ def learn_return(ledger: Ledger, worker_id: WorkerId, job_id: JobId, ready_since
 def learn_iteration(ledger: Ledger, worker_id: WorkerId, job_id: JobId) -> None:
     """A job has synced its weights: what was measured since its last sync is one iteration."""
     ledger.groups[worker_id].estimates.iteration(job_id)
+
+
+def known_demand(ledger: Ledger, job: Job) -> Demand | None:
+    """What a new job will ask of its group: as an earlier one of its name did. Of its later models nothing is known."""
+    return ledger.demands.get((job.tenant, job.name)) if not ledger.models_of_job.get(job.job_id) else None
 
 
 def corrected_hint(facts: JobFacts, factor: float) -> float | None:

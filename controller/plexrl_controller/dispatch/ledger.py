@@ -38,15 +38,18 @@ from plexrl_controller.domain.records import (
     Snapshot,
     Token,
     Worker,
+    changed,
 )
 from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
 from plexrl_controller.lifecycle import calls, jobs, models, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.fairness import Accounts
+from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
+MAX_REMEMBERED_DEMANDS = 4096
 
 
 @dataclass
@@ -141,6 +144,8 @@ class Ledger:
         """Models whose deploy order is out, with the incarnation that got it."""
         self.tenant_accounts = Accounts()
         """Device seconds against quotas, over all groups."""
+        self.demands: OrderedDict[tuple[Tenant, str], Demand] = OrderedDict()
+        """What ended jobs asked of their groups, by tenant and name."""
         self.host_images: dict[ModelId, HostImage] = {}
         self.unreadable: set[str] = set()
         """Checkpoints that were found damaged or gone when a state was to be restored from them."""
@@ -218,7 +223,8 @@ class Ledger:
         self.calls_of_job.get(call.job_id, OrderedDict()).pop(call.call_id, None)
 
     def forget_job(self, job_id: JobId) -> None:
-        """Drops a terminal job and all that memory keeps for it."""
+        """Drops a terminal job and all that memory keeps for it, but for what it asked of its group."""
+        job = self.jobs.get(job_id)
         for call_id in list(self.calls_of_job.pop(job_id, ())):
             self.calls.pop(call_id, None)
         for model_id in list(self.models_of_job.pop(job_id, ())):
@@ -229,17 +235,26 @@ class Ledger:
                 self.misfits, self.deaths_in_replay, self.snapshotting,
             ):  # fmt: skip
                 index.pop(model_id, None)
-            if not self.arriving.get(model_id):
-                self.arriving.pop(model_id, None)
         for key in [k for k in self.call_by_request if k[0] == job_id]:
             del self.call_by_request[key]
         for by_job in (self.jobs, self.facts, self.accounts):
             by_job.pop(job_id, None)
+        if job is not None:
+            self._remember_demand(job)
         self.tenant_accounts.leave(job_id)
         for group in self.groups.values():
             group.estimates.forget(job_id)
             group.accounts.leave(job_id)
             group.served_at.pop(job_id, None)
+
+    def _remember_demand(self, job: Job) -> None:
+        """A job of the same tenant and name is likely to ask for the same."""
+        demands = [d for group in self.groups.values() if (d := group.estimates.demand(job.job_id)) is not None]
+        if demands:
+            self.demands[job.tenant, job.name] = max(demands, key=lambda d: d.busy_s)
+            self.demands.move_to_end((job.tenant, job.name))
+        while len(self.demands) > MAX_REMEMBERED_DEMANDS:
+            self.demands.popitem(last=False)
 
     def _put(self, record: Record) -> None:
         match record:
@@ -347,7 +362,7 @@ class Batch:
 
     def update(self, record: R | Checkpoint | Snapshot | Token, **changes: Any) -> None:
         """Changes data beside the state."""
-        self._write(replace(record, revision=record.revision + 1, **changes))
+        self._write(changed(record, revision=record.revision + 1, **changes))
 
     def drop_arguments(self, call: Call) -> None:
         """Gives up the arguments of a call that will not be executed again."""

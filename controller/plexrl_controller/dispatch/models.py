@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.cascade import fail
-from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.jobs import Key, done_before, remember
+from plexrl_controller.dispatch.learning import known_demand
 from plexrl_controller.dispatch.views import cluster_view
 from plexrl_controller.domain.errors import (
     AlreadyExists,
@@ -25,7 +26,7 @@ from plexrl_controller.domain.states import CallReason, CallState, JobState, Mod
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.scheduling.place import Blocker, GroupRequest, Placed, PlacementRequest, Refused, place
-from plexrl_controller.scheduling.views import ClusterView, Requirements
+from plexrl_controller.scheduling.views import ClusterView, Demand, Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,6 @@ def choose_worker(
     """
     request = PlacementRequest(
         groups=(GroupRequest(state_bytes=state_bytes),),
-        job_id=job.job_id if job is not None else None,
-        tenant=job.tenant if job is not None else None,
         requirements=Requirements(
             architecture=architecture_of(base),
             catalogue=base.catalogue or None,
@@ -108,11 +107,11 @@ def choose_worker(
             avoid=frozenset(ModelId(m) for m in affinity.avoid_model_ids),
         ),
     )
-    outcome = place(_taking(core, may_take), request, core.policy)
-    if isinstance(outcome, Refused):
-        # Nowhere in host memory: then where the least recently used states may lie on disk.
-        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
-    match outcome:
+    known = None
+    if job is not None:
+        request = replace(request, job_id=job.job_id, tenant=job.tenant, slowdown_target=job.slowdown_target)
+        known = known_demand(core.ledger, job)
+    match _place(core, request, may_take, known):
         case Placed() as placed:
             return placed.worker_id
         case Refused(reason=reason, blocker=Blocker.QUOTA):
@@ -121,6 +120,24 @@ def choose_worker(
             raise Unavailable(f"the model cannot be placed now: {reason}", reason="NO_WORKER_READY", retry_after_s=1.0)
         case Refused(reason=reason):
             raise FailedPrecondition(f"the model cannot be placed: {reason}", reason="NO_FEASIBLE_WORKER")
+
+
+def _place(
+    core: Core, request: PlacementRequest, may_take: Callable[[Worker], bool], known: Demand | None
+) -> Placed | Refused:
+    """Where everybody's slowdown target is kept, if the job is known; else where there is memory; else on disk."""
+    outcome: Placed | Refused | None = None
+    if known is not None:
+        warm = replace(request, groups=tuple(replace(group, demand=known) for group in request.groups))
+        outcome = place(_taking(core, may_take), warm, core.policy)
+        if isinstance(outcome, Refused):
+            log.info("placed_beyond_targets", job=request.job_id, detail=outcome.reason)
+    if not isinstance(outcome, Placed):
+        outcome = place(_taking(core, may_take), request, core.policy)
+    if isinstance(outcome, Refused):
+        # Nowhere in host memory: then where the least recently used states may lie on disk.
+        outcome = place(_taking(core, may_take, with_disk=True), request, core.policy)
+    return outcome
 
 
 def _taking(core: Core, may_take: Callable[[Worker], bool], *, with_disk: bool = False) -> ClusterView:

@@ -4,7 +4,7 @@ Works on records and parsed specs; what a spec may contain is `api/validation`'s
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plexrl.v1 import model_pb2, types_pb2
@@ -21,7 +21,7 @@ from plexrl_controller.domain.errors import (
     OutOfRange,
     ResourceExhausted,
 )
-from plexrl_controller.domain.ids import CallId, CheckpointId, RequestId
+from plexrl_controller.domain.ids import CallId, CheckpointId, ModelId, RequestId
 from plexrl_controller.domain.records import Call, Job, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -48,30 +48,35 @@ class Submission:
 class Arrival:
     """A call's place among those of its model that are accepted one after the other. Taken at once, left once."""
 
-    def __init__(self, core: Core, model: Model) -> None:
-        self._arriving, self._model_id = core.ledger.arriving, model.model_id
-        self._arriving[self._model_id] = self._arriving.get(self._model_id, 0) + 1
+    def __init__(self, core: Core, model_id: ModelId) -> None:
+        self.model_id = model_id
+        self._arriving = core.ledger.arriving
+        self._arriving[model_id] = self._arriving.get(model_id, 0) + 1
         self._left = False
 
     def leave(self) -> None:
         """Gives the place up; again is fine."""
         if not self._left:
             self._left = True
-            self._arriving[self._model_id] -= 1
+            self._arriving[self.model_id] -= 1
+            if not self._arriving[self.model_id]:
+                del self._arriving[self.model_id]
 
 
-async def submit(core: Core, submission: Submission, arrival: Arrival | None = None) -> Call:
+async def submit(core: Core, arrival: Arrival, prepare: Callable[[], Awaitable[Submission]]) -> Call:
     """Accepts a call; when this returns, it is durable. The same request again returns the same call.
 
-    Calls of one model are accepted in the order of their arrivals, whatever their arguments' size. Raises
-    AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
+    Calls of one model are accepted in the order of their arrivals, however long it takes to `prepare` one and whatever
+    its arguments' size. Raises what `prepare` raises, AlreadyExists, OutOfRange, FailedPrecondition, ResourceExhausted.
     """
-    ledger, model = core.ledger, submission.model
-    arrival = arrival or Arrival(core, model)
+    ledger = core.ledger
     try:
         await core.writer.has_room()
-        async with ledger.accepting(model.model_id):
-            known = ledger.call_by_request.get((model.job_id, submission.request_id))
+        if arrival.model_id not in ledger.models:
+            await prepare()  # says so
+        async with ledger.accepting(ledger.model(arrival.model_id).model_id):
+            submission = await prepare()
+            known = ledger.call_by_request.get((submission.model.job_id, submission.request_id))
             accepted = await _write_and_post(core, submission) if known is None else None
     finally:
         arrival.leave()

@@ -48,6 +48,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 last_used=group.used_at.get(model_id, 0.0),
                 moving=model_id == group.prefetched and model_id not in group.on_device,
                 ready=ready_calls(ledger, model, now),
+                load_s=_round_trip_s(group.estimates.round_trip_s(model.job_id)) / 2,
             )
         )
     jobs = []
@@ -135,5 +136,8 @@ def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> Place
 
 def _member(ledger: Ledger, group: GroupState, job_id: JobId) -> MemberView:
     job = ledger.jobs.get(job_id)
-    target = job.slowdown_target if job is not None else MemberView(job_id, 0).slowdown_target
-    return MemberView(job_id, 0, demand=group.estimates.demand(job_id), slowdown_target=target)
+    demand = group.estimates.demand(job_id)
+    if job is None:
+        return MemberView(job_id, 0, demand=demand)
+    earlier = ledger.demands.get((job.tenant, job.name))
+    return MemberView(job_id, 0, demand=demand or earlier, slowdown_target=job.slowdown_target)

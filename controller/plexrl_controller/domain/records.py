@@ -4,8 +4,10 @@ Times are seconds of Unix time. `revision` counts a record's durable changes; th
 from another revision than the stored one.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from plexrl_controller.domain.ids import (
     CallId,
@@ -244,3 +246,22 @@ class Request:
 
 
 Record = Job | Model | Call | Worker | Checkpoint | Snapshot | Token
+
+R = TypeVar("R")
+_Access = tuple[Callable[[Any], tuple[Any, ...]], dict[str, int]]
+_ACCESS: dict[type[Any], _Access] = {}
+"""By record type: how to read all fields at once, and the place of each."""
+
+
+def changed(record: R, **changes: Any) -> R:
+    """The record with some fields changed: `dataclasses.replace` at a third of its cost, for the path of every call."""
+    kind: type[Any] = type(record)
+    if kind not in _ACCESS:
+        names = [each.name for each in fields(kind)]
+        _ACCESS[kind] = attrgetter(*names), {name: place for place, name in enumerate(names)}
+    read, places = _ACCESS[kind]
+    values = list(read(record))
+    for name, value in changes.items():
+        values[places[name]] = value
+    copy: R = kind(*values)
+    return copy

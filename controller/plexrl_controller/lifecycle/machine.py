@@ -5,13 +5,13 @@ business.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from plexrl_controller.domain.errors import StaleTransition
-from plexrl_controller.domain.records import Event
+from plexrl_controller.domain.records import Event, changed
 
 
 class Effect(Enum):
@@ -98,8 +98,8 @@ class Machine(Generic[R, S, E]):
                 f"{self.name} {self.record_id(record)} is {record.state.name}: "
                 f"{event.name} applies to {', '.join(sorted(s.name for s in self.sources_of(event)))}"
             )
-        changed = replace(record, state=row.target, revision=record.revision + 1, **changes)
-        return Applied(changed, self._event(changed, event.name, record.state.name, now), row.effects)
+        after: R = changed(record, state=row.target, revision=record.revision + 1, **changes)
+        return Applied(after, self._event(after, event.name, record.state.name, now), row.effects)
 
     def created(self, record: R, now: float) -> Event:
         """The event of a record's creation."""

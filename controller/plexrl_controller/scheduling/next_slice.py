@@ -11,6 +11,9 @@ from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
 from plexrl_controller.scheduling.residency import background, make_room
 from plexrl_controller.scheduling.views import GroupView, JobView, ModelView, ReadyCall
 
+UNKNOWN_WORK_S = 1.0
+"""What a call of which nothing is known counts for in the response ratio."""
+
 
 def next_slice(view: GroupView, now: float, policy: Policy) -> Plan:
     """Decides what `view`'s group does next at time `now`."""
@@ -197,10 +200,8 @@ def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool,
         case Order.FIFO:
             return job.over_quota, since, since
         case Order.HRRS:
-            service_s = sum(c.expected_s or 0.0 for m in job.models for c in m.ready) or 1.0
-            models = [m for m in job.models if m.ready]
-            setup_s = _model_of(job).load_s if models and not _model_of(job).on_device else 0.0
-            ratio = (job.weight * (now - since) + service_s + setup_s) / (service_s + setup_s)
+            cost_s = _setup_s(job) + (_work_s(job) or UNKNOWN_WORK_S)
+            ratio = (job.weight * (now - since) + cost_s) / cost_s
             return job.over_quota, -ratio, since
 
 
@@ -251,6 +252,14 @@ def _ahead(ready: Sequence[ReadyCall], window: int, limit_s: float, unknown_s: f
             break
         taken += 1
     return tuple(ready[:taken])
+
+
+def _setup_s(job: JobView) -> float:
+    """Seconds until the job's next calls can run: none while their model is on the device, or in flight."""
+    if not _has_ready(job):
+        return 0.0
+    model = _model_of(job)
+    return 0.0 if model.on_device else model.load_s
 
 
 def _has_ready(job: JobView) -> bool:

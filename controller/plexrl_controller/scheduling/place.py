@@ -96,7 +96,7 @@ class Blocker(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing fits; `temporary` says whether something may when a worker is back, a job ends or a quota resets."""
+    """Nothing fits; `temporary`: something may when a worker is back, fewer jobs share, or a quota resets."""
 
     reason: str
     temporary: bool
@@ -393,9 +393,12 @@ class _Search:
         wanted = f"{self._wanted.world_size} worker(s) for {self._wanted.side.value}"
         looked, hindered = len(self._view.groups), self._counts.get(blocker, 0)
         texts = "; ".join(self._texts.get(blocker, ()))
+        # A gang that the cluster could hold waits for jobs to end; one that is too large for it waits for nothing.
+        workers = free + sum([len(group.worker_ids) for group in self._view.groups])
+        large_enough = blocker is Blocker.GANG and workers >= self._wanted.world_size
         return Refused(
             f"{wanted}: {free} free, and of {looked} group(s) {hindered} do not fit by {blocker.value}: {texts}",
-            temporary=blocker in _TEMPORARY,
+            temporary=blocker in _TEMPORARY or large_enough,
             blocker=blocker,
         )
 

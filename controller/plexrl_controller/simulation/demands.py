@@ -10,7 +10,7 @@ from plexrl_controller.scheduling.place import Side
 from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.simulation import rollout
 from plexrl_controller.simulation.processes import Form
-from plexrl_controller.simulation.workload import Iteration, Job, JobClass
+from plexrl_controller.simulation.workload import PROFILES, Iteration, Job, JobClass
 
 LEARNED_AFTER = 3
 """Iterations after which measurements replace the submission's estimate."""
@@ -52,7 +52,7 @@ def stretch(c: JobClass, form: Form) -> float:
 @cache
 def parts(c: JobClass, consolidation: tuple[int, int]) -> tuple[float, float]:
     """Mean parts of a consolidated rollout over the bank of profiles, as fractions of the plain one."""
-    bank = [rollout.consolidation(c, p, *consolidation) for p in range(rollout.PROFILES)]
+    bank = [rollout.consolidation(c, p, *consolidation) for p in range(PROFILES)]
     return fmean(part.main for part in bank), fmean(part.tail for part in bank)
 
 
@@ -67,21 +67,28 @@ def _colocated(iterations: Sequence[Iteration], form: Form, round_trip_s: float)
     busy_s, stall_s = math.fsum(works) / count, math.fsum(stalls) / count
     visits = len(works) / count
     variation = min(1.0, max(_variation(works), _variation(stalls)))
-    return Demand(busy_s + stall_s, busy_s, visits, variation, 0.0, round_trip_s)
+    return Demand(busy_s + stall_s, busy_s, visits, variation, 0.0, 0.0, round_trip_s)
 
 
 def _training(c: JobClass, iterations: Sequence[Iteration], form: Form, round_trip_s: float) -> Demand:
     main, tail = parts(c, form.consolidation) if form.consolidation is not None else (1.0, 0.0)
-    rollout_s = fmean(it.rollout for it in iterations) * form.rollout_scale * (main + tail)
-    rollout_s += fmean(math.fsum(it.stalls) for it in iterations)
+    scale = form.rollout_scale * (main + tail)
+    rollouts = [it.rollout * scale + math.fsum(it.stalls) for it in iterations]
     works = [it.train * form.train_scale + it.sync for it in iterations]
-    sync_s, reward_s, busy_s = c.sync_s, fmean(it.reward for it in iterations), fmean(works)
-    if form.staleness:
-        iteration_s = max(rollout_s + sync_s, reward_s + busy_s)
-        slack_s = iteration_s - reward_s - busy_s
-    else:
-        iteration_s, slack_s = rollout_s + reward_s + busy_s, 0.0
-    return Demand(iteration_s, busy_s, 1.0, min(1.0, _variation(works)), slack_s, round_trip_s)
+    reward_s, busy_s = fmean(it.reward for it in iterations), fmean(works)
+    variation = min(1.0, _variation(works))
+    if not form.staleness:
+        return Demand(fmean(rollouts) + reward_s + busy_s, busy_s, 1.0, variation, 0.0, 0.0, round_trip_s)
+    # The rollout of the next iteration hides training and waiting, as long as it takes.
+    slacks = [
+        max(0.0, rollout_s + it.sync - it.reward - work_s)
+        for rollout_s, work_s, it in zip(rollouts, works, iterations, strict=True)
+    ]
+    iteration_s = fmean(
+        max(rollout_s + it.sync, it.reward + work_s)
+        for rollout_s, work_s, it in zip(rollouts, works, iterations, strict=True)
+    )
+    return Demand(iteration_s, busy_s, 1.0, variation, fmean(slacks), _variation(slacks), round_trip_s)
 
 
 def _rolling_out(c: JobClass, iterations: Sequence[Iteration], form: Form, round_trip_s: float) -> Demand:
@@ -89,7 +96,7 @@ def _rolling_out(c: JobClass, iterations: Sequence[Iteration], form: Form, round
     rollouts = [it.rollout * form.rollout_scale for it in iterations]
     trained = _training(c, iterations, form, round_trip_s)
     busy_s = fmean(rollouts) * main + (c.sync_s if form.staleness else 0.0)
-    return Demand(trained.iteration_s, busy_s, 1.0, min(1.0, _variation(rollouts)), 0.0, round_trip_s)
+    return Demand(trained.iteration_s, busy_s, 1.0, min(1.0, _variation(rollouts)), 0.0, 0.0, round_trip_s)
 
 
 def _variation(values: Sequence[float]) -> float:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import thread_time
 
+import numpy as np
+
 from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
 from plexrl_controller.scheduling.place import Assignment, GroupRequest, Placed, PlacementRequest, Side, place, reserve
 from plexrl_controller.scheduling.policy import Policy, Strategy
+from plexrl_controller.scheduling.queueing import predict
 from plexrl_controller.scheduling.views import ClusterView, Demand, MemberView, NodeView, PlacedGroupView, Reservation
 from plexrl_controller.scheduling.views import Hardware as RankHardware
 from plexrl_controller.simulation import demands, rollout
@@ -19,7 +22,7 @@ from plexrl_controller.simulation.cluster import Admission, Cluster, Seat
 from plexrl_controller.simulation.live_policy import Decisions, LivePolicy
 from plexrl_controller.simulation.pools import Group, SharedGroup
 from plexrl_controller.simulation.processes import Execution, Form, Profile
-from plexrl_controller.simulation.workload import Job, JobClass
+from plexrl_controller.simulation.workload import Job, JobClass, iterations_of
 
 ROLLOUT_MEMBERS = 2
 """Most jobs on a group with consolidated tails: beside one tail, one bulk has the other replicas."""
@@ -68,6 +71,8 @@ class LivePlacement:
     _groups: dict[Group, _Placed] = field(default_factory=dict)
     _by_id: dict[GroupId, Group] = field(default_factory=dict)
     _members: dict[int, _Member] = field(default_factory=dict)
+    _pairing: dict[JobClass, bool] = field(default_factory=dict)
+    _requests: dict[tuple[int, Form], PlacementRequest] = field(default_factory=dict)
 
     def next(self, cluster: Cluster) -> tuple[Job, Admission] | None:
         """The first waiting job that fits; one behind it only if that delays nobody's reservation."""
@@ -105,7 +110,8 @@ class LivePlacement:
             outcome = place(view, request, policy)
             self.placement_s.append(thread_time() - began)
             if isinstance(outcome, Placed):
-                cost = _cost(job.job_class, form, outcome)
+                partner = any(other is not job and other.job_class is job.job_class for other in cluster.queue)
+                cost = _cost(job.job_class, form, outcome, partner)
                 if best is None or cost < best[0]:
                     best = (cost, form, outcome)
         return self._take(job, best[1], best[2]) if best is not None else None
@@ -115,15 +121,31 @@ class LivePlacement:
         if form.colocated or not self.consolidate or c.turns > 1:
             return [form]
         replicas = rollout.replicas_of(c, form.rollout_gpus)
-        tail = max(1, replicas // 4)
         if replicas < 2:
             return [form]
-        return [form, replace(form, consolidation=(replicas - tail, tail))]
+        tail = max(1, replicas // 4)
+        consolidated = replace(form, consolidation=(replicas - tail, tail))
+        return [form, consolidated] if self._pairs(c, consolidated) else [form]
+
+    def _pairs(self, c: JobClass, form: Form) -> bool:
+        """Whether two jobs of the class can share a rollout group within the target."""
+        if c not in self._pairing:
+            sample = iterations_of(c, 4 * demands.SAMPLE, np.random.Generator(np.random.PCG64(0)))
+            pair = [demands.demand(c, sample, form, Side.ROLLOUT)] * ROLLOUT_MEMBERS
+            slowdown = predict(pair, swapping=False, chunk_s=self.policy.chunk_s).slowdowns[0]
+            self._pairing[c] = slowdown * demands.stretch(c, form) <= self.target - self.policy.slowdown_margin
+        return self._pairing[c]
 
     def _policy_for(self, form: Form) -> Policy:
         return replace(self.policy, share_rollout=form.consolidation is not None)
 
     def _request(self, cluster: Cluster, job: Job, form: Form) -> PlacementRequest:
+        key = (job.index, form)
+        if key not in self._requests:
+            self._requests[key] = self._new_request(cluster, job, form)
+        return self._requests[key]
+
+    def _new_request(self, cluster: Cluster, job: Job, form: Form) -> PlacementRequest:
         c = job.job_class
         groups = []
         for side in _sides(form):
@@ -145,14 +167,29 @@ class LivePlacement:
 
     def _take(self, job: Job, form: Form, placed: Placed) -> Admission:
         c = job.job_class
+        for key in [key for key in self._requests if key[0] == job.index]:
+            del self._requests[key]
         waits = [a.prediction.waits_s[-1] if a.prediction is not None else 0.0 for a in placed.assignments]
         elsewhere = {a.side: sum(waits) - wait_s for a, wait_s in zip(placed.assignments, waits, strict=True)}
         self._members[job.index] = _Member(job, form, self.target / demands.stretch(c, form), elsewhere)
+        for assignment in placed.assignments:
+            self._note_waits(assignment)
         profile: Profile | None = None
         if form.consolidation is not None:
             main, tail = form.consolidation
             profile = partial(rollout.consolidation, c, main_replicas=main, tail_replicas=tail)
         return Admission(form, tuple(self._seat(c, form, a) for a in placed.assignments), profile)
+
+    def _note_waits(self, assignment: Assignment) -> None:
+        """The members that a job joins will wait longer there: what their other groups must know."""
+        if assignment.group_id is None or assignment.prediction is None:
+            return
+        residents = self._by_id[assignment.group_id].residents
+        for resident, wait_s in zip(residents, assignment.prediction.waits_s, strict=False):
+            member = self._members[resident.job]
+            for side in member.elsewhere_s:
+                if side is not assignment.side:
+                    member.elsewhere_s[side] = wait_s
 
     def _seat(self, c: JobClass, form: Form, assignment: Assignment) -> Seat:
         rollout_bytes, train_bytes = _bytes(c, form, assignment.side)
@@ -239,15 +276,15 @@ def _round_trip_s(cluster: Cluster, rollout_bytes: float, train_bytes: float) ->
     )
 
 
-def _cost(c: JobClass, form: Form, placed: Placed) -> float:
-    """GPUs per member times slowdown: of a new group with consolidated tails, with the partner it is made for."""
+def _cost(c: JobClass, form: Form, placed: Placed, partner: bool) -> float:
+    """GPUs per member times slowdown; a new group with consolidated tails counts on a `partner` that waits already."""
     slowdown, gpus = demands.stretch(c, form), 0.0
     for assignment in placed.assignments:
         members = 1
         if assignment.prediction is not None:
             members = len(assignment.prediction.slowdowns)
             slowdown *= assignment.prediction.slowdowns[-1]
-        elif assignment.side is Side.ROLLOUT and form.consolidation is not None:
+        elif assignment.side is Side.ROLLOUT and form.consolidation is not None and partner:
             members = ROLLOUT_MEMBERS
         gpus += len(assignment.worker_ids) / members
     return gpus * slowdown

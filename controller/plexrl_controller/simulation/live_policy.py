@@ -159,6 +159,7 @@ class LivePolicy:
             job_id=job_id,
             models=tuple([self._model_view(state, resident, call, runs) for state in resident.states]),
             in_flight=1 if runs else 0,
+            in_flight_left_s=self._left_s(resident, running, now - group.run_start) if runs else None,
             idle_until=resident.stalled_at + hint_s * factor if hint_s is not None else None,
             mid_phase=resident.mid_phase,
             mid_iteration=resident.mid_iteration,
@@ -174,24 +175,26 @@ class LivePolicy:
         mine = call is not None and resident.state_for(call) is state
         if mine and not runs:
             assert call is not None
-            expected_s = self._expected.get((resident.job, call.kind))
-            left_s = max(0.0, expected_s - (call.service_s - call.remaining_s)) if expected_s is not None else None
-            ready = (
-                ReadyCall(
-                    CallId(state.model_id), ModelId(state.model_id), call.kind, call.ready_since, expected_s=left_s
-                ),
-            )
+            model_id, left_s = ModelId(state.model_id), self._left_s(resident, call, 0.0)
+            ready = (ReadyCall(CallId(state.model_id), model_id, call.kind, call.ready_since, expected_s=left_s),)
         return ModelView(
             model_id=ModelId(state.model_id),
             state_bytes=state.bytes,
             on_device=state.on_device,
             last_used=state.last_used,
             ready=ready,
-            dirty_bytes=state.bytes if state.dirty or not self._clean_eviction else 0,
+            dirty_bytes=state.bytes if state.dirty else 0,
             changing=mine and runs and state is resident.train,
             moving=state.arrives_at is not None or state.writing,
             load_s=state.load_s,
         )
+
+    def _left_s(self, resident: Resident, call: Call | None, running_s: float) -> float | None:
+        """Estimated work that remains of a call; None while nothing is known."""
+        expected_s = self._expected.get((resident.job, call.kind)) if call is not None else None
+        if expected_s is None or call is None:
+            return None
+        return max(0.0, expected_s - (call.service_s - call.remaining_s) - running_s)
 
     def _round_trip_s(self, group: SharedGroup, resident: Resident) -> float:
         """Two moves where the states do not fit together; nothing otherwise."""

@@ -11,13 +11,12 @@ from functools import cache
 
 import numpy as np
 
-from plexrl_controller.simulation.workload import JobClass
+from plexrl_controller.simulation.workload import PROFILES, JobClass
 
 PROMPTS = 64
 RESPONSES_PER_PROMPT = 8
 LENGTH_CV = 0.9
 PROMPT_CORRELATION = 0.6
-PROFILES = 32
 PROFILE_SEED = 20_260_101
 """The bank of profiles is the same in every run."""
 LONGEST = 4.0
@@ -40,7 +39,7 @@ class Consolidation:
 @cache
 def lengths(profile: int) -> np.ndarray:
     """Response lengths of one rollout, shape [512], mean about 1; prompts in order."""
-    rng = np.random.Generator(np.random.PCG64([PROFILE_SEED, profile % PROFILES]))
+    rng = np.random.Generator(np.random.PCG64([PROFILE_SEED, profile]))
     sigma = math.sqrt(math.log1p(LENGTH_CV**2))
     prompt = rng.standard_normal((PROMPTS, 1)) * math.sqrt(PROMPT_CORRELATION)
     own = rng.standard_normal((PROMPTS, RESPONSES_PER_PROMPT)) * math.sqrt(1.0 - PROMPT_CORRELATION)
@@ -73,7 +72,7 @@ def _duration(tokens: np.ndarray, replicas: int, knee: float) -> float:
 def plain_duration(job_class: JobClass, profile: int) -> float:
     """Of the rollout on the class's own replicas, in units."""
     replicas = replicas_of(job_class, job_class.rollout_gpus)
-    return _duration(lengths(profile % PROFILES), replicas, job_class.batch_knee)
+    return _duration(lengths(profile), replicas, job_class.batch_knee)
 
 
 @cache
@@ -97,7 +96,7 @@ def streaming_scale(job_class: JobClass, gpus: int) -> float:
 @cache
 def consolidation(job_class: JobClass, profile: int, main_replicas: int, tail_replicas: int) -> Consolidation:
     """The rollout on `main_replicas` until a fifth of its responses is left, and that fifth on `tail_replicas`."""
-    tokens, knee = lengths(profile % PROFILES), job_class.batch_knee
+    tokens, knee = lengths(profile), job_class.batch_knee
     parts = _spread(tokens, main_replicas)
     ends = np.sort(np.concatenate([_finish_times(part, knee) for part in parts]))
     switch = float(ends[round((1.0 - TAIL_SHARE) * len(ends)) - 1])

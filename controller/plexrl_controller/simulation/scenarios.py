@@ -21,13 +21,20 @@ class Shared:
     """End of each iteration, by job."""
     spent_s: dict[Mode, float]
     waits_s: tuple[float, ...]
+    setups_s: tuple[float, ...]
+    prefetch_hits: int
     events: int
 
-    def slowdown(self, job: int, iteration_s: Sequence[float], warm_up: int = 0) -> float:
-        """Actual over ideal time of the job's iterations after the warm-up."""
-        ends = self.ends_s[job]
-        began = ends[warm_up - 1] if warm_up else 0.0
-        return (ends[-1] - began) / sum(iteration_s[warm_up : len(ends)])
+    def until_first_end(self, jobs: Sequence[Sequence[Sequence[Work]]]) -> tuple[float, float]:
+        """Saving against groups of their own and mean slowdown, while all jobs are there."""
+        until_s = min(ends[-1] for ends in self.ends_s)
+        done_s, slowdowns = 0.0, []
+        for iterations, ends in zip(jobs, self.ends_s, strict=True):
+            inside = [end for end in ends if end <= until_s]
+            ideal_s = sum([work.busy_s + work.stall_s for it in iterations[: len(inside)] for work in it])
+            done_s += ideal_s
+            slowdowns.append(inside[-1] / ideal_s)
+        return 1.0 - until_s / done_s, sum(slowdowns) / len(slowdowns)
 
 
 def share(
@@ -35,32 +42,38 @@ def share(
     discipline: Discipline,
     *,
     swap_s: float = 0.0,
-    fits: bool = True,
+    device_states: float = float("inf"),
     hints: Callable[[float], float | None] = lambda stall_s: None,
     until_s: float = float("inf"),
     kinds: tuple[int, ...] = (),
 ) -> Shared:
     """Runs jobs, each a sequence of iterations, each a sequence of stretches, on one group.
 
-    `fits`: all states fit the device together, so that only the first load is paid; otherwise one at a time.
+    `device_states`: how many jobs' states the device holds at once; where it holds all, no swap is ever paid.
     `hints` is what a job says of a stall. With `until_s` iterations that end later are cut off. The last stretch of an
     iteration is its training.
     """
     simulation, totals = Simulation(), Totals([], [])
-    group = SharedGroup(simulation, totals, "shared", 1, discipline, float("inf") if fits else 1.5)
+    group = SharedGroup(simulation, totals, "shared", 1, discipline, device_states * 1000.0)
     ends: list[list[float]] = [[] for _ in jobs]
     for index, iterations in enumerate(jobs):
         name = f"job{index:03d}"
-        state = State(f"{name}/model", 1.0, swap_s)
+        state = State(f"{name}/model", 1000.0, swap_s)
         # One state serves both sides: a colocated model.
         resident = group.join(index, name, state, None)
         resident.train = state
-        if fits:
-            state.on_device = True
+        state.on_device = device_states >= len(jobs)
         simulation.start(_run(simulation, resident, iterations, ends[index], hints))
     simulation.run(until_s)
     group.close()
-    return Shared(tuple(tuple(e) for e in ends), group.spent_s, tuple(totals.waits_s), simulation.events)
+    return Shared(
+        tuple(tuple(e) for e in ends),
+        group.spent_s,
+        tuple(totals.waits_s),
+        tuple(totals.setups_s),
+        totals.prefetch_hits,
+        simulation.events,
+    )
 
 
 def share_two_pools(

@@ -11,6 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
+PROFILES = 32
+"""Rollout profiles in the bank that `rollout` draws response lengths for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -256,7 +259,7 @@ def iterations_of(
     train = c.train_s * common
     given = rng.random((count, c.turns)) < hint_probability
     wrong = np.exp(error_sigma * rng.standard_normal((count, c.turns)))
-    profiles = rng.integers(0, 1 << 30, count)
+    profiles = rng.integers(0, PROFILES, count)
     said = np.where(given[:, :-1], stalls * wrong[:, :-1], np.nan)
     said_reward = np.where(given[:, -1], reward * wrong[:, -1], np.nan)
     return tuple(

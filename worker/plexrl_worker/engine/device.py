@@ -20,7 +20,7 @@ from plexrl_worker.engine.port import ByteArray
 
 PAGE_BYTES = 4096
 _ROW_WORDS = PAGE_BYTES // 8
-_CPU_CHUNK_BYTES = 1 << 20
+_CPU_CHUNK_BYTES = 8 << 20
 _CUDA_CHUNK_BYTES = 256 << 20
 _ROW_FACTOR = 0x5851_F42D_4C95_7F2E  # Even: see Checksum.
 _MASK = 2**64 - 1
@@ -181,7 +181,7 @@ class CpuDevice:
         _libc.malloc_trim(0)
 
     def park(self, pieces: Sequence[torch.Tensor], image: ByteArray) -> int:
-        """See Device. One pass: each chunk is summed while it is in cache."""
+        """See Device."""
         return self._copy(pieces, _slices(image, pieces))
 
     def unpark(self, image: ByteArray, pieces: Sequence[torch.Tensor]) -> int:
@@ -189,12 +189,15 @@ class CpuDevice:
         return self._copy(_slices(image, pieces), pieces)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> int:
+        """One plain memmove per piece, which streams past the caches, then the sum of what arrived.
+
+        Both in this thread: teams of threads that wait for each other cost more where the cores are taken.
+        """
         checksum = Checksum()
         for source, target in zip(sources, targets, strict=True):
-            chunks = zip(source.split(_CPU_CHUNK_BYTES), target.split(_CPU_CHUNK_BYTES), strict=True)
-            for source_chunk, target_chunk in chunks:
-                target_chunk.copy_(source_chunk)
-                checksum.update(target_chunk)
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+            for chunk in target.split(_CPU_CHUNK_BYTES):
+                checksum.update(chunk)
         return checksum.value()
 
 

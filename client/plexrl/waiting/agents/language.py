@@ -15,8 +15,9 @@ _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 class LanguageModel:
     """Asks a chat model for each action.
 
-    guided: for small models, that cannot be relied on for code: the answer is begun for them up to `time.sleep(`, and
-    only their number is taken. What is not a number is passed on as it is and ends as a syntax error that it sees.
+    guided: for small models, that cannot be relied on for code: the answer is begun for them up to `time.sleep(`, only
+    what they put there is taken, and the same sleep is repeated until the operation is seen to have finished. What is
+    not a number is passed on as it is and ends as an error that the model sees.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class LanguageModel:
         start = "" if observation.elapsed_s is not None else observation.operation.start + "\n"
         opening = f"```python\n{start}time.sleep("
         reply = self._chat.complete(*asked, opening, (")", "\n"))
-        code = f"{start}time.sleep({reply.text.strip()})\nprint({observation.operation.look})"
+        sleep = f"time.sleep({reply.text.strip()})"
+        code = f"{start}{sleep}\nwhile not {observation.operation.look}:\n    {sleep}"
         return Action(code, reply.prompt_tokens, reply.completion_tokens)
 
 

@@ -126,8 +126,8 @@ class Learner:
 
 _BEFORE_DRIFT = 8  # observations that make an estimate worth defending
 
-# Numbers of observations after which it probes: often at first, then each time there are a sixth more.
-_PROBES = frozenset(int(6 * (7 / 6) ** step) for step in range(40)) | {1, 2, 3, 4, 5}
+# Numbers of observations after which it probes: often while that pays, then each time there are twice as many.
+_PROBES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 24, 28} | {56 * 2**k for k in range(8)})
 _GOLDEN = 0.6180339887498949
 
 

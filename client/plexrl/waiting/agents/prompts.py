@@ -3,6 +3,7 @@
 Pure text. The wording is ours: the paper's prompts are not public.
 """
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -27,11 +28,11 @@ def system(observation: Observation) -> str:
     """Who the agent is, what it may do, and what waiting costs."""
     costs = observation.costs
     return f"""You operate a Kubernetes cluster by writing Python. Actions return at once; their effects come later.
-Write code that starts the operation, sleeps for as long as you expect it to take, and looks once:
+Write code that starts the operation, sleeps for as many seconds as you expect it to take, and looks once:
 
 ```python
 {observation.operation.start}
-time.sleep(20)
+time.sleep(seconds)
 print({observation.operation.look})
 ```
 
@@ -75,11 +76,7 @@ def _told(record: Record, block: HistoryBlock) -> str:
                 raise ValueError("exact times are not in the history: run with exact_history=True")
             return f"it took {record.exact_s:.1f} s"
         case HistoryBlock.FULL:
-            sleeps = ", ".join(f"{seconds:.1f}" for seconds in record.sleeps_s)
-            states = ", ".join(
-                f"{at_s:.1f} s {'finished' if ready else 'not finished'}" for at_s, ready in record.states
-            )
-            return f"slept {sleeps or 'not'} s; {record.queries} queries ({states or 'none'}); {_interval(record)}"
+            return f"{_interval(record)}; {_sleeps(record)}; {record.queries} queries, {_states(record)}"
         case _:
             return _interval(record)
 
@@ -88,3 +85,19 @@ def _interval(record: Record) -> str:
     if record.by_s == float("inf"):
         return f"it took more than {record.after_s:.1f} s"
     return f"it took between {record.after_s:.1f} and {record.by_s:.1f} s"
+
+
+def _sleeps(record: Record) -> str:
+    """Equal ones in a row are told once."""
+    runs = [(seconds, len(list(group))) for seconds, group in itertools.groupby(record.sleeps_s)]
+    told = [f"{seconds:.1f} s" + (f" {count} times" if count > 1 else "") for seconds, count in runs]
+    return "slept " + (", then ".join(told) if told else "not at all")
+
+
+def _states(record: Record) -> str:
+    """The looks that matter: the last one in vain and the one that saw the end."""
+    in_vain = [at_s for at_s, ready in record.states if not ready]
+    seen = [at_s for at_s, ready in record.states if ready]
+    told = [f"not finished at {in_vain[-1]:.1f} s"] if in_vain else []
+    told += [f"finished at {seen[0]:.1f} s"] if seen else []
+    return ", ".join(told) or "nothing seen"

@@ -34,6 +34,8 @@ BLOCKS = (HistoryBlock.NONE, HistoryBlock.FULL, HistoryBlock.INTERVALS, HistoryB
 MAX_TOKENS = 8
 MAX_SEQUENCE_TOKENS = 2048
 LEARNED_AFTER = 3
+# A busy machine takes minutes to import an engine.
+PLACED_WITHIN_S = 1200.0
 
 
 def run(out: Path, *, seeds: int, episodes: int, console: Console | None = None) -> int:
@@ -69,6 +71,7 @@ def run(out: Path, *, seeds: int, episodes: int, console: Console | None = None)
             role="reference",
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
         )
+        model.wait_until_placed(timeout_s=PLACED_WITHIN_S)
         rows = live_together(model, sandbox, seeds, episodes, console)
     found = summary(rows)
     settings_told = {"model": example.CATALOGUE_NAME, "law": LAW, "seeds": seeds, "episodes": episodes}

@@ -3,6 +3,7 @@
 import time
 
 from rich.console import Console
+from rich.text import Text
 
 from plexrl.waiting.agents.interface import Agent
 from plexrl.waiting.bench.runs import scenario_of, world_of
@@ -31,7 +32,8 @@ def run(agent: Agent, law: str, *, episodes: int, seed: int, speed: float, exact
         time.sleep(ahead_s / speed)
         for number, line in enumerate(event.text.splitlines() or [""]):
             head = f"{event.at_s:9.1f} s  {event.operation:8} {event.what:9}" if number == 0 else " " * 31
-            console.print(f"{head} {line}", style=_STYLES.get(event.what, ""), highlight=False, markup=False)
+            text = Text(f"{head} {line}", style=_STYLES.get(event.what, ""))
+            console.print(text, highlight=False, no_wrap=True, overflow="ellipsis")
 
     with Sandbox() as sandbox:
         life = Run(

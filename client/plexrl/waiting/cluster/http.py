@@ -89,7 +89,8 @@ class ClusterServer:
         """Listens. Raises OSError when the port is taken."""
         app = web.Application(client_max_size=BODY_LIMIT_BYTES)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A watch ends when its client goes, and not at the next event.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls).start()
         if self.real_time is not None:
@@ -160,6 +161,7 @@ class ClusterServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             self._check_token(request)
+            self._check_time()
             body = await self._body(request)
             if request.path == CLOCK_PATH:
                 return _json(await self._clock(request, body))
@@ -188,6 +190,11 @@ class ClusterServer:
         if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
             raise unauthorized()
 
+    def _check_time(self) -> None:
+        """A cluster whose time has stopped by an error says so, and does not pretend that nothing happens."""
+        if self._ticking is not None and self._ticking.done() and not self._closing:
+            raise ApiError(500, "InternalError", f"time has stopped: {self._ticking.exception()!r}")
+
     async def _body(self, request: web.Request) -> bytes:
         try:
             return await request.read()
@@ -199,7 +206,8 @@ class ClusterServer:
         if request.method == "POST":
             try:
                 seconds: Any = msgspec.json.decode(body)["advanceSeconds"]
-                await self.advance(float(seconds))
+                # A client that goes away does not stop time halfway.
+                await asyncio.shield(self.advance(float(seconds)))
             except RuntimeError as error:
                 raise conflict(NAMESPACES, "clock", str(error)) from error
             except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
@@ -229,12 +237,12 @@ class ClusterServer:
             while not self._closing:
                 wake.clear()
                 if lines := watch.read(EVENTS_PER_WRITE):
-                    await response.write(b"".join(lines))
-                    continue
-                if watch.lag:
+                    await response.write(lines)
                     continue
                 if watch.ended or loop.time() >= deadline_s:
                     break
+                if watch.lag:
+                    continue
                 if watch.bookmarks and loop.time() >= bookmark_s:
                     bookmark_s = loop.time() + BOOKMARK_S
                     await response.write(watch.bookmark())

@@ -6,7 +6,6 @@ It is a client with a watch per kind and one task that sleeps until something is
 import asyncio
 import contextlib
 import datetime
-import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 
 from plexrl.waiting.cluster.objects import Object
 from plexrl.waiting.cluster.resources import ResourceType
+from plexrl.waiting.latency.kubeconfig import Credentials
 from plexrl.waiting.latency.stages import WATCHED, Call, StageEngine
 
 USER_AGENT = "plexrl-latency"
@@ -36,18 +36,14 @@ class RemoteLatency:
 
     def __init__(
         self,
-        url: str,
+        credentials: Credentials,
         engine: StageEngine,
         *,
-        token: str = "",
-        tls: ssl.SSLContext | None = None,
         speed: float = 1.0,
         begin: bool = True,
     ) -> None:
-        self._url = url
+        self._credentials = credentials
         self._engine = engine
-        self._token = token
-        self._tls = tls
         self._speed = speed
         self._begin = begin
         self._wake = asyncio.Event()
@@ -57,20 +53,23 @@ class RemoteLatency:
     async def run(self) -> None:
         """Works until cancelled. Raises CallRefused; aiohttp.ClientError if the server cannot be reached at first."""
         headers = {"User-Agent": USER_AGENT}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        if self._credentials.token:
+            headers["Authorization"] = f"Bearer {self._credentials.token}"
         self._began_s = asyncio.get_running_loop().time()
-        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
+        connector = aiohttp.TCPConnector(ssl=self._credentials.tls or True)
         async with aiohttp.ClientSession(
-            self._url, headers=headers, connector=connector, read_bufsize=_LINE_LIMIT_BYTES
+            self._credentials.url, headers=headers, connector=connector, read_bufsize=_LINE_LIMIT_BYTES
         ) as session:
             if self._begin:
                 for call in self._engine.begin(_timestamp()):
                     await self._make(session, call)
-            async with asyncio.TaskGroup() as tasks:
-                for kind in WATCHED:
-                    tasks.create_task(self._follow(session, kind))
-                tasks.create_task(self._work(session))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for kind in WATCHED:
+                        tasks.create_task(self._follow(session, kind))
+                    tasks.create_task(self._work(session))
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from group
 
     def _now_s(self) -> float:
         return (asyncio.get_running_loop().time() - self._began_s) * self._speed

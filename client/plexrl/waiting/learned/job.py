@@ -40,16 +40,16 @@ class Settings:
     imitation_steps: int = 100
     imitation_batch: int = 128
     imitation_lr: float = 3e-3
-    steps: int = 200
+    steps: int = 150
     prompts: int = 64
     completions: int = 8
-    draws: int = 8
+    draws: int = 16
     """Waits that each completion is tried on, the same for all completions of a prompt."""
     lr: float = 6e-4
     lr_warmup_steps: int = 5
     epochs: int = 2
     held_out: int = 256
-    evaluate_every: int = 10
+    evaluate_every: int = 20
 
 
 @dataclass(frozen=True)

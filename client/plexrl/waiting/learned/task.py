@@ -1,4 +1,4 @@
-"""What the job learns: from eight earlier waits of an operation, write the sleeps of the next one.
+"""What the job learns: from twelve earlier waits of an operation, write the sleeps of the next one.
 
 A prompt is the history: for each earlier wait, shortest first, the interval in which it finished, as two numbers. The
 completion is four sleeps, the last of which repeats: the code action `for t in [...]: sleep, look, stop if done`. Its
@@ -23,7 +23,7 @@ from plexrl.waiting.schedules import Costs, expectation, optimal_schedule
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
-HISTORY = 8
+HISTORY = 12
 SLEEPS = 4
 # Token 0 is never used; 1 to BINS are times, each a fifth longer than the one before.
 BINS = 28
@@ -121,7 +121,7 @@ class Problems:
 
 
 def draw_problems(generator: np.random.Generator, count: int, *, held_out: bool = False) -> Problems:
-    """Tasks, and eight earlier waits for each, seen by looks at growing intervals."""
+    """Tasks, and HISTORY earlier waits for each, seen by looks at growing intervals."""
     tasks = draw_tasks(generator, count, held_out=held_out)
     bare = Problems(tasks, np.zeros((count, 0)), np.zeros((count, 0)))
     taken_s = bare.durations_s(generator, HISTORY)

@@ -25,13 +25,25 @@ from plexrl.waiting.cluster.store import Change, ChangeKind, Expired, Store
 
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 _CACHED_EVENTS = 8_192
+_CACHED_BATCHES = 32
 
 
 class EventEncoder:
-    """Events as JSON lines; what many watches send is encoded once."""
+    """Events as JSON lines; what many watches send is encoded once, and put together once."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self._batches: OrderedDict[tuple[Target, int, int], bytes] = OrderedDict()
+
+    def batch(self, target: Target, first: int, last: int, make: Callable[[], bytes]) -> bytes:
+        """All events about a target between two positions, for watches that select nothing."""
+        key = (target, first, last)
+        found = self._batches.get(key)
+        if found is None:
+            found = self._batches[key] = make()
+            if len(self._batches) > _CACHED_BATCHES:
+                self._batches.popitem(last=False)
+        return found
 
     def line(self, revision: int, event: str, item: Object) -> bytes:
         key = (revision, event)
@@ -62,12 +74,13 @@ class Watch:
         self._clock = clock
         self._encoder = encoder
         self._form = form
+        self._selects = bool(options.label_selector or options.field_selector)
         self._include = options.include_object
         self._first_row = True
         self._history = store.history(target.kind)
         self._test = self._visible(selector_test(options.label_selector, options.field_selector, target.kind))
         self._initial: list[Object] = []
-        self._pending: list[bytes] = []
+        self._end_of_initial = b""
         self._start(options)
 
     @property
@@ -84,24 +97,29 @@ class Watch:
         self._position += len(changes)
         return [(event, change.item) for change in changes if (event := self._event(change))]
 
-    def read(self, limit: int) -> list[bytes]:
-        """The next events as JSON lines, from up to `limit` changes; empty if nothing has happened."""
+    def read(self, limit: int) -> bytes:
+        """The next events as JSON lines, from up to `limit` changes; b"" if none of them concerns this watch."""
         if self._initial:
             items, self._initial = self._initial[:limit], self._initial[limit:]
-            return [self._encode(int(item["metadata"]["resourceVersion"]), "ADDED", item) for item in items]
-        if self._pending:
-            lines, self._pending = self._pending[:limit], self._pending[limit:]
-            return lines
+            return b"".join(self._encode(int(item["metadata"]["resourceVersion"]), "ADDED", item) for item in items)
+        if self._end_of_initial:
+            line, self._end_of_initial = self._end_of_initial, b""
+            return line
         if self.ended:
-            return []
+            return b""
         try:
             changes = self._history.read(self._position, limit)
         except Expired as error:
             self.ended = True
             status = expired(f"too old resource version: {error}").to_json()
-            return [encode_event("ERROR", {**status, "reason": "Expired"})]
+            return encode_event("ERROR", {**status, "reason": "Expired"})
+        first = self._position
         self._position += len(changes)
-        return [line for change in changes if (line := self._line(change)) is not None]
+        if not changes:
+            return b""
+        if self._selects or self._form is not Form.FULL:
+            return self._lines(changes)
+        return self._encoder.batch(self.target, first, self._position, lambda: self._lines(changes))
 
     def bookmark(self) -> bytes:
         """An event that says how far this watch has read."""
@@ -128,7 +146,7 @@ class Watch:
                 if self._test(item):
                     self._initial.append(item)
             if options.initial_events and options.bookmarks:
-                self._pending.append(self._bookmark(self._store.revision, {INITIAL_EVENTS_END: "true"}))
+                self._end_of_initial = self._bookmark(self._store.revision, {INITIAL_EVENTS_END: "true"})
             return
         try:
             # Neither a revision nor initial events: from now on.
@@ -148,9 +166,10 @@ class Watch:
 
         return visible
 
-    def _line(self, change: Change) -> bytes | None:
-        event = self._event(change)
-        return self._encode(change.revision, event, change.item) if event else None
+    def _lines(self, changes: list[Change]) -> bytes:
+        return b"".join(
+            self._encode(change.revision, event, change.item) for change in changes if (event := self._event(change))
+        )
 
     def _event(self, change: Change) -> str:
         """What a change is for this watch, "" for nothing: to it, objects come and go as they match its selector."""

@@ -45,6 +45,8 @@ class JobController:
         owner = controller_of(item) if kind is PODS else None
         if owner is None or owner["kind"] != "Job":
             return []
+        if self._registry.is_gone(JOBS, (namespace_of(item), owner["name"])):
+            return []
         phase = look_up(item, "status", "phase")
         before = look_up(change.previous, "status", "phase") if change.previous is not None else None
         if phase == "Failed" and before != "Failed":

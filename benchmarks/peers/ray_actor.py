@@ -1,0 +1,34 @@
+"""A method of a Ray actor."""
+
+from contextlib import asynccontextmanager
+
+from benchmarks.peers.peer import CallIterator, Peer
+
+PROMISE = "nothing is stored: a call is lost with its caller, its actor or the machine"
+
+
+@asynccontextmanager
+async def _open() -> CallIterator:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+
+        @ray.remote
+        class Echo:
+            def call(self, payload: bytes) -> bytes:
+                return payload
+
+        actor, payload = Echo.remote(), bytes(100)  # type: ignore[attr-defined]
+
+        async def call() -> None:
+            await actor.call.remote(payload)
+
+        yield call
+    finally:
+        ray.shutdown()
+
+
+def peer() -> Peer:
+    """The peer."""
+    return Peer("Ray actor call", PROMISE, _open)

@@ -1,0 +1,85 @@
+"""Rows of tables: means and 95 % intervals over repetitions. Knows nothing of what is measured."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+Row = dict[str, Any]
+Progress = Callable[[str, int, int], None]
+"""Table, done, of how many."""
+
+# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom (any table of the distribution).
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half width of the 95 % interval; the half width is NaN for one value."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, math.nan
+    variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
+    return mean, _T95[min(count - 1, len(_T95)) - 1] * math.sqrt(variance / count)
+
+
+def summarise(keys: Mapping[str, Any], repetitions: Sequence[Mapping[str, float]]) -> Row:
+    """One row: the keys, then for each metric its mean and, as `NAME_ci95`, the half width."""
+    row: Row = dict(keys)
+    for name in repetitions[0]:
+        mean, half = interval([r[name] for r in repetitions])
+        row[name] = mean
+        row[f"{name}_ci95"] = half
+    row["reps"] = len(repetitions)
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One simulation: a module-level function and its plain arguments."""
+
+    function: Callable[..., Mapping[str, float]]
+    arguments: tuple[Any, ...]
+
+
+Repetitions = list[tuple[Mapping[str, Any], list[Mapping[str, float]]]]
+"""For each row its keys and what each repetition measured."""
+
+
+def collect(
+    table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], workers: int, progress: Progress
+) -> Repetitions:
+    """Runs the repetitions of every row, over worker processes if there are several; rows keep their order."""
+    total = sum(len(repetitions) for _, repetitions in tasks)
+    done = 0
+    rows: Repetitions = []
+    with ExitStack() as stack:
+        submit: Callable[[Task], Callable[[], Mapping[str, float]]]
+        if workers > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
+            submit = lambda task: pool.submit(task.function, *task.arguments).result  # noqa: E731
+        else:
+            submit = lambda task: partial(task.function, *task.arguments)  # noqa: E731
+        waiting = [(keys, [submit(task) for task in repetitions]) for keys, repetitions in tasks]
+        for keys, outcomes in waiting:
+            results = []
+            for outcome in outcomes:
+                results.append(outcome())
+                done += 1
+                progress(table, done, total)
+            rows.append((keys, results))
+    return rows
+
+
+def run_all(
+    table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], workers: int, progress: Progress
+) -> list[Row]:
+    """The same, summarised."""
+    return [summarise(keys, results) for keys, results in collect(table, tasks, workers, progress)]
