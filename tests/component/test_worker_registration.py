@@ -105,6 +105,18 @@ async def test_a_newer_term_in_an_answer_makes_older_orders_stale(tmp_path: Path
             await c.orders.do(deploy=deploy("m1"))
 
 
+async def test_an_answer_of_an_older_term_changes_nothing(tmp_path: Path) -> None:
+    """G19: a controller that was replaced and does not know it must not have the models of the next one dropped."""
+    async with cluster(tmp_path) as c:
+        await c.orders.ok(deploy=deploy("m1"))
+        c.registry.leader_term = 5
+        await c.registry.until(lambda: c.daemon.status().leader_term == 5)
+        c.registry.leader_term, c.registry.model_ids = 4, []
+        heard = len(c.registry.synchronized)
+        await c.registry.until(lambda: len(c.registry.synchronized) > heard + 3)
+        assert [d.model_id for d in (await c.status()).deployments] == ["m1"]
+
+
 async def test_a_worker_that_may_go_stops_by_itself(tmp_path: Path) -> None:
     registry = FakeRegistry(directive=r.WORKER_DIRECTIVE_STOP)
     async with serving(registry) as address:

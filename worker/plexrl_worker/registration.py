@@ -167,6 +167,10 @@ class Registration:
         # A model that is placed here while the answer is on its way is not in it, and must not be dropped for that.
         known = self._lives.known_models()
         answer = await self._stub.Synchronize(request, metadata=self._metadata, timeout=limit_s)
+        if answer.leader_term < self._fences.leader_term:
+            # Of a controller that no longer leads and does not know it: its list lacks what the next one placed.
+            _log.warning("answer_of_an_older_term", leader_term=answer.leader_term, newest=self._fences.leader_term)
+            return
         self._fences.adopt(answer.leader_term)
         if strangers := known - set(answer.model_ids):
             _log.info("models_dropped", model_ids=sorted(strangers))

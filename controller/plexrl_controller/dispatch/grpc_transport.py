@@ -12,6 +12,7 @@ import structlog
 from plexrl.v1 import worker_pb2, worker_pb2_grpc
 from plexrl.wire import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from plexrl_controller.dispatch.transport import ReportHandler
+from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Worker
 
@@ -99,6 +100,14 @@ class GrpcTransport:
                     "worker_stream_broken", worker=link.worker.worker_id, code=error.code().name, detail=error.details()
                 )
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
+            except LeadershipLost:
+                return
+            except ControllerError as error:
+                # Another try may fare better, and the worker must not be lost for the want of one.
+                _log.error(
+                    "worker_link_failed", worker=link.worker.worker_id, reason=error.reason, detail=error.message
+                )
+                delay_s = min(2 * delay_s, RECONNECT_S[1])
             finally:
                 was_open, link.open, link.channel = link.open, False, None
                 link.orders.clear()
@@ -120,6 +129,9 @@ class GrpcTransport:
         stream = stub.Execute(self._frames(link), metadata=self._metadata)
         await stream.initial_metadata()
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), metadata=self._metadata, timeout=10)
+        if status.worker_id != worker_id:
+            # Incarnations count per worker: at an address that was used before, another worker can have the same.
+            raise Unavailable(f"{link.worker.address} is worker {status.worker_id} now", reason="ANOTHER_WORKER")
         link.open = True
         await handler.stream_opened(worker_id, incarnation, status)
         frames: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
