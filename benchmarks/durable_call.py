@@ -25,7 +25,7 @@ from plexrl_controller.embedded.cluster import LocalCluster
 from plexrl_controller.embedded.settings import ClusterSettings
 
 IN_FLIGHT = (1, 64)
-WARM_UP_S = 1.0
+WARM_UP_S, WARM_UP_LIMIT_S = 1.0, 60.0
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "max_position_embeddings": 64}
 WHAT_RUNS = "generate, 8 tokens in, 1 out, executed by the engine child of a worker daemon (numpy double of the engine)"
 PROMISE = "call, dispatch and result are in Postgres, with fsync, before each is told; a death anywhere costs only time"
@@ -78,13 +78,21 @@ async def _measure(
         with Progress(console=console) as progress:
             task = progress.add_task("durable call", total=runs * len(IN_FLIGHT) * len(systems))
             for in_flight in IN_FLIGHT:
-                for call in systems.values():
-                    await _drive(call, in_flight, WARM_UP_S)
+                for name, call in list(systems.items()):
+                    try:
+                        async with asyncio.timeout(WARM_UP_LIMIT_S):
+                            await _drive(call, in_flight, WARM_UP_S)
+                    except Exception as error:
+                        if name == "PlexRL":
+                            raise
+                        found.left_out[name] = f"{in_flight} in flight: {type(error).__name__}: {error}"
+                        del systems[name]
                 for _ in range(runs):
                     for name, call in systems.items():
                         times.setdefault((name, in_flight), []).append(await _drive(call, in_flight, seconds))
                         progress.advance(task)
         found.processor_us = await _processor_us(local, ours, seconds)
+    found.promises = {name: promise for name, promise in found.promises.items() if name in systems}
     for in_flight in IN_FLIGHT:
         for index, (name, unit) in enumerate((("p50", "ms"), ("p99", "ms"), ("rate", "calls/s"))):
             mine = Spread(tuple(values[index] for values in times["PlexRL", in_flight]))

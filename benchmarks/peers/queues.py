@@ -43,7 +43,7 @@ async def _worker(argv: list[str], blocking: Callable[[], Callable[[], Any]]) ->
             await call()
             yield call
         finally:
-            pool.shutdown()
+            pool.shutdown(wait=False, cancel_futures=True)
             worker.terminate()
             worker.wait()
 

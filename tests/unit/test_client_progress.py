@@ -1,5 +1,6 @@
 """Bars are for terminals, and only for long waits."""
 
+import asyncio
 import concurrent.futures
 import io
 import sys
@@ -37,6 +38,8 @@ class Handle:
     def delivered(self) -> None: ...
 
     def dropped(self) -> None: ...
+
+    def wake(self, waiter: "asyncio.Future[None]") -> None: ...
 
     def cancel(self) -> None: ...
 

@@ -75,6 +75,11 @@ class AttemptLog:
             _, oldest = self._finished.popitem(last=False)
             self._finished_bytes -= _outcome_bytes(oldest)
 
+    def forget(self, model_id: str) -> None:
+        """The state that a model's executions had their effect on is replaced: their outcomes are over."""
+        for call_id in [a.call_id for a in self._finished.values() if a.model_id == model_id]:
+            self._finished_bytes -= _outcome_bytes(self._finished.pop(call_id))
+
     def clear(self) -> None:
         """Forgets all: a new life begins."""
         self._running.clear()

@@ -312,7 +312,9 @@ def _check(order: w.RunCallOrder, deployment: Deployment) -> str:
                 f"{deployment.weights_version}"
             )
         return function
-    follows = order.after_sequence == deployment.applied_sequence or deployment.state_lost
+    # A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first.
+    over_lost = deployment.state_lost and order.after_sequence <= deployment.applied_sequence
+    follows = order.after_sequence == deployment.applied_sequence or over_lost
     if order.sequence <= deployment.applied_sequence or not follows:
         raise SequenceMismatch(
             f"call {order.sequence} of model {order.model_id} is to follow {order.after_sequence}, the last applied is "

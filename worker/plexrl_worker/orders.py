@@ -344,7 +344,11 @@ class OrderDesk:
             return w.OrderFinished(error=to_status(EngineFailed(f"a fault of the worker: {error!r}")))
 
     async def _deploy(self, work: Work) -> w.OrderFinished:
-        return w.OrderFinished(deployed=await self._placement.deploy(work.order.deploy, work.journal))
+        order = work.order.deploy
+        if not self._placement.stands(order):
+            # What was executed on the state that goes now must be executed again on the new one, not only said again.
+            self._attempts.forget(order.model_id)
+        return w.OrderFinished(deployed=await self._placement.deploy(order, work.journal))
 
     async def _drop(self, work: Work) -> w.OrderFinished:
         await self._host.drop(work.order.drop.model_id, work.journal)

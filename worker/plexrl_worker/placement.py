@@ -32,6 +32,11 @@ class Placement:
         self._bases = bases
         self._settings = settings
 
+    def stands(self, order: w.DeployOrder) -> bool:
+        """Whether the model is here as ordered: the order again changes nothing, as calls may have run since."""
+        present = self._host.find(order.model_id)
+        return present is not None and present.order == order and not present.state_lost
+
     async def deploy(self, order: w.DeployOrder, journal: Journal) -> w.DeployedModel:
         """Builds or restores a model and parks it. Leaves on the device what was there.
 
@@ -39,7 +44,7 @@ class Placement:
         """
         host = self._host
         present = host.find(order.model_id)
-        if present is not None and present.order == order and not present.state_lost:
+        if present is not None and self.stands(order):
             journal.touch(order.model_id)
             return present.description()
         if order.from_host_image:

@@ -501,7 +501,7 @@ Global___ExecuteRequest: _TypeAlias = ExecuteRequest  # noqa: Y015
 
 @_typing.final
 class OrderStarted(_message.Message):
-    """Execution began."""
+    """Execution began and goes on; one that ends within 50 ms reports its end alone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

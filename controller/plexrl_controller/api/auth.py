@@ -3,16 +3,23 @@
 from __future__ import annotations  # grpc.RpcMethodHandler is generic to type checkers only
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from plexrl_controller.api.status import abort
 from plexrl_controller.dispatch.ledger import Ledger
-from plexrl_controller.domain.errors import ControllerError, NotFound, PermissionDenied, Unauthenticated
+from plexrl_controller.domain.errors import (
+    ControllerError,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+)
 from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.states import Role
 
@@ -150,7 +157,7 @@ def _serving(handler: Any, who: Identity) -> grpc.RpcMethodHandler[Any, Any]:
         async def stream(request: Any, context: Any) -> Any:
             _current.set(who)
             try:
-                async for response in inner(request, context):
+                async for response in inner(_read(request), context):
                     yield response
             except (grpc.aio.AbortError, GeneratorExit):
                 raise
@@ -162,7 +169,7 @@ def _serving(handler: Any, who: Identity) -> grpc.RpcMethodHandler[Any, Any]:
     async def unary(request: Any, context: Any) -> Any:
         _current.set(who)
         try:
-            return await inner(request, context)
+            return await inner(_read(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the table in `status` is where every exception ends
@@ -193,5 +200,32 @@ def _rebuilt(handler: Any, behavior: Any) -> grpc.RpcMethodHandler[Any, Any]:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    rebuilt: grpc.RpcMethodHandler[Any, Any] = make(behavior, handler.request_deserializer, handler.response_serializer)
+    deserialize = _tolerant(handler.request_deserializer)
+    rebuilt: grpc.RpcMethodHandler[Any, Any] = make(behavior, deserialize, handler.response_serializer)
     return rebuilt
+
+
+class _NoMessage:
+    """Stands for bytes that are not what the rpc takes; gRPC itself would answer INTERNAL."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _NoMessage()
+
+    return read
+
+
+def _read(request: Any) -> Any:
+    """The request, or a stream of them. Raises InvalidArgument for what is none."""
+    if isinstance(request, _NoMessage):
+        raise InvalidArgument("these bytes are no message of this rpc's type: use the stubs of plexrl.v1")
+    return _read_all(request) if isinstance(request, AsyncIterable) else request
+
+
+async def _read_all(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _read(request)

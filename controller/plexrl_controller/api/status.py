@@ -11,6 +11,7 @@ from plexrl import wire
 from plexrl_controller.domain.errors import ControllerError, InvalidArgument, LeadershipLost, Unavailable
 
 _log = structlog.get_logger("plexrl.controller")
+MAX_MESSAGE_CHARACTERS = 600
 _CODES = {code.name: code for code in grpc.StatusCode}
 
 
@@ -31,7 +32,7 @@ def normalize(error: Exception) -> ControllerError:
 def status_of(error: ControllerError) -> Any:
     """The google.rpc.Status of an error."""
     code = code_pb2.Code.Value(error.code)
-    info = wire.ErrorInfo(code, error.reason, error.message, error.metadata, error.retry_after_s)
+    info = wire.ErrorInfo(code, error.reason, _bounded(error.message), error.metadata, error.retry_after_s)
     return wire.error_status(info)
 
 
@@ -39,8 +40,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
     """Ends the rpc with the error's status and details."""
     typed = normalize(error)
     context.set_trailing_metadata((("grpc-status-details-bin", status_of(typed).SerializeToString()),))
-    await context.abort(_CODES[typed.code], typed.message)
+    await context.abort(_CODES[typed.code], _bounded(typed.message))
     raise AssertionError("abort returned")
+
+
+def _bounded(message: str) -> str:
+    """gRPC refuses trailers above 16 KiB, and a message may quote what a client sent: twice it must fit."""
+    return message if len(message) <= MAX_MESSAGE_CHARACTERS else f"{message[:MAX_MESSAGE_CHARACTERS]}..."
 
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]

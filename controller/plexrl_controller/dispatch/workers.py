@@ -6,7 +6,9 @@ import structlog
 
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch.cascade import lose_model_state
 from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.models import choose_worker
 from plexrl_controller.dispatch.replay_log import Source
 from plexrl_controller.dispatch.reports import note_lost_state, note_residency
@@ -118,6 +120,7 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     for deployment in status.deployments:
         note_residency(core, worker_id, deployment)
         note_lost_state(core, lost, worker_id, deployment)
+    _note_older_states(core, lost, worker_id, status)
     await core.commit(lost)
     for model_id in ledger.models_of_worker[worker_id]:
         # What was under way is ordered again: the worker says how far it came.
@@ -127,6 +130,19 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
     core.wake(worker_id)
+
+
+def _note_older_states(core: Core, batch: Batch, worker_id: WorkerId, status: worker_pb2.WorkerStatus) -> None:
+    """A worker that has no state of a model, or an older one than is durable here, was told to rebuild it by a
+    controller that died before it could write so.
+    """
+    held = {ModelId(deployment.model_id): deployment for deployment in status.deployments}
+    for model_id in list(core.ledger.models_of_worker[worker_id]):
+        model = core.ledger.models[model_id]
+        stands_at = held[model_id].applied_sequence if model_id in held else -1
+        if model.state is ModelState.PLACED and stands_at < model.applied_sequence:
+            where = f"sequence {stands_at}" if model_id in held else "nothing"
+            lose_model_state(batch, model, f"its worker has {where} of it, it stood at {model.applied_sequence}")
 
 
 async def _send_again(core: Core, worker_id: WorkerId) -> None:

@@ -78,6 +78,7 @@ class Client:
         self.made_version: dict[str, int] = {}
         self.last_renewal_s = 0.0
         self._seed = rng.getrandbits(16)
+        self._finishing = False
         self._numbers = 0
         self._round = 0
         self._helpers: list[asyncio.Task[Any]] = []
@@ -173,7 +174,7 @@ class Client:
         lived_s = job.end_time.ToNanoseconds() / 1e9 - self.last_renewal_s
         if job.state == job_pb2.JOB_STATE_EXPIRED and lived_s < LEASE_S - 1e-3:
             self.world.blame(f"the lease of {self.name} ended {lived_s:.1f} s after its renewal")
-        if job.state != job_pb2.JOB_STATE_EXPIRED:
+        if job.state != job_pb2.JOB_STATE_EXPIRED and not self._finishing:
             self.world.blame(f"job {self.name} is over as {job.state}")
         await self._outcomes([r for r in self.job.requests.values() if r.call_id], "poll")
 
@@ -182,6 +183,7 @@ class Client:
         await self._outcomes(list(self.job.requests.values()), self._way())
         await self._verify(self.job)
         if self.rng.random() < 0.5:
+            self._finishing = True
             await self._ask(
                 "JobService", "FinishJob", job_pb2.FinishJobRequest(request_id=self._id(), job_id=self.job.job_id)
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from plexrl import wire
 from plexrl.v1 import call_pb2, types_pb2
-from tests.simulation.faults.worker import Made, Shared, State
+from tests.simulation.faults.state import Made, Shared, State
 
 TERMINAL = (
     types_pb2.CALL_STATE_SUCCEEDED,

@@ -10,58 +10,15 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 
 from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+from tests.simulation.faults.state import Copy, Made, Shared, State, digest
 
 STATE_BYTES = 1000
-DIGEST_BITS = 24
-
-
-def digest(*parts: object) -> int:
-    """A number below 2**24 (exact in float32) that depends on every part and their order."""
-    return int.from_bytes(sha256(repr(parts).encode()).digest()[: DIGEST_BITS // 8], "big")
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a snapshot of a model holds."""
-
-    train: int
-    rollout: int
-    step: int = 0
-
-    @staticmethod
-    def base(seed: int) -> "State":
-        """As created."""
-        first = digest("base", seed)
-        return State(first, first)
-
-    def after(self, function: str, spec: types_pb2.CallSpec) -> "State":
-        """What a function that succeeded makes of it. save and load are not here: they need more than the state."""
-        match function:
-            case "forward_backward":
-                return State(digest(self.train, spec.SerializeToString(deterministic=True)), self.rollout, self.step)
-            case "optim_step":
-                changed = digest(self.train, spec.SerializeToString(deterministic=True))
-                return State(changed, self.rollout, self.step + 1)
-            case "sync_weights":
-                return State(self.train, self.train, self.step)
-            case _:
-                return self
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A whole state at a moment."""
-
-    state: State
-    version: int
-    applied: int
 
 
 @dataclass
@@ -96,29 +53,6 @@ class Execution:
     begun: bool = False
     aborted: bool = False
     outcome: worker_pb2.OrderFinished | None = None
-
-
-@dataclass(frozen=True)
-class Made:
-    """Who made a result: for the checker."""
-
-    call_id: str
-    attempt: int
-    worker: str
-    worker_incarnation: int
-
-
-@dataclass
-class Shared:
-    """What outlives every process: the directories of checkpoints and snapshots, and the log of executions."""
-
-    checkpoints: dict[str, tuple[str, int, State]] = field(default_factory=dict)
-    snapshots: dict[str, tuple[str, Copy]] = field(default_factory=dict)
-    """By id: the manifest's hash and what is inside."""
-    made: list[Made] = field(default_factory=list)
-    last: dict[str, int] = field(default_factory=dict)
-    """By call: its last execution. A replay is the same computation, and says the same."""
-    replayed: set[int] = field(default_factory=set)
 
 
 class Refused(Exception):
@@ -425,8 +359,11 @@ class WorkerProcess:
             copy = self._copy_for(deploy, present)
             if isinstance(copy, str):
                 return _failed(code_pb2.DATA_LOSS, copy), []
-            held = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
-            self.models[deploy.model_id] = present = held
+            for call_id in [c for c, e in self.finished.items() if e.order.run_call.model_id == deploy.model_id]:
+                # They had their effect on the state that goes now.
+                del self.finished[call_id]
+            present = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
+            self.models[deploy.model_id] = present
         built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=present.applied)
         return worker_pb2.OrderFinished(deployed=built), [deploy.model_id]
 
@@ -534,7 +471,7 @@ class WorkerProcess:
         if function == "generate":
             if run.weights_version != held.version:
                 return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
-        elif run.sequence <= held.applied or not (run.after_sequence == held.applied or held.lost):
+        elif run.sequence <= held.applied or not _follows(run, held):
             return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
             return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
@@ -579,6 +516,11 @@ class WorkerProcess:
         source = run.spec.load_checkpoint.checkpoint_id
         held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
         held.lost, held.on_device = False, True
+
+
+def _follows(run: worker_pb2.RunCallOrder, held: Deployed) -> bool:
+    """A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first."""
+    return run.after_sequence == held.applied or (held.lost and run.after_sequence <= held.applied)
 
 
 def _result(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number: int) -> types_pb2.CallResult:

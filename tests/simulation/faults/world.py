@@ -23,9 +23,10 @@ from plexrl_controller.payloads.memory import MemoryPayloadStore
 from tests.simulation.faults import virtual_time
 from tests.simulation.faults.client import LEASE_S, Client
 from tests.simulation.faults.controller import LIFE, ControllerLife
+from tests.simulation.faults.state import Shared
 from tests.simulation.faults.store import Database, Moment
 from tests.simulation.faults.truth import Request, Truth
-from tests.simulation.faults.worker import Shared, WorkerProcess
+from tests.simulation.faults.worker import WorkerProcess
 
 CALM_LIMIT_S = 900.0
 """Once nothing fails any more, everything must have ended after so long."""

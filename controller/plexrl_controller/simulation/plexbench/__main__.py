@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ def main() -> int:
     """Returns the exit status: 0 once the report is written, whatever its checks say."""
     parser = argparse.ArgumentParser(prog="plexbench", description="How the scheduler is measured: docs/plexbench.md.")
     parser.add_argument("--size", choices=sorted(SIZES), default="ci", help="ci: minutes; full: all scales")
+    parser.add_argument("--reps", type=int, metavar="N", help="repetitions (default: 3 for ci, 5 for full)")
     parser.add_argument("--out", type=Path, default=Path("out/plexbench"), metavar="DIR")
     parser.add_argument(
         "--docs", type=Path, metavar="FILE", help="also write the report as Markdown, pictures beside it"
@@ -34,7 +36,8 @@ def main() -> int:
                 tasks[table] = bar.add_task(table, total=total)
             bar.update(tasks[table], completed=done, total=total)
 
-        report = run(SIZES[args.size], args.workers, progress)
+        size = SIZES[args.size]
+        report = run(replace(size, reps=args.reps or size.reps), args.workers, progress)
     path = write_json(report, args.out)
     if args.docs is not None:
         write_markdown(report, args.docs, f"make plexbench-{'full' if args.size == 'full' else 'docs'}")

@@ -66,6 +66,7 @@ def run(size: Size, workers: int, progress: Progress) -> dict[str, Any]:
     iterations = size.group_iterations
     tables: dict[str, list[Row]] = {
         "T1": traces.table_1(list(size.traces), size.reps, workers, progress),
+        "T1b": traces.table_1b(size.traces[0], size.reps, workers, progress),
         "T2": groups.table_2(size.reps, iterations, workers, progress),
         "T2b": groups.table_2b(size.reps, iterations, workers, progress),
         "T3": traces.table_3(size.ablation, size.reps, iterations, workers, progress),
