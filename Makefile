@@ -92,6 +92,10 @@ bench: $(BENCH_INSTALLED) ## time a durable call without work beside Ray, Celery
 load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among them; heartbeats and other jobs keep their time
 	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
+.PHONY: faults
+faults: $(INSTALLED) ## kill -9 of every part, KILLS=10 times each, under running jobs; bit-equality after them (half an hour)
+	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest -q -s tests/fault
+
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
 	@$(BIN)/python -m benchmarks.decisions --out out/bench-decisions
