@@ -54,6 +54,10 @@ test-unit: $(INSTALLED) ## the unit tests alone (seconds)
 
 SEEDS ?= 10000
 
+.PHONY: test-long
+test-long: $(INSTALLED) ## the tests that take minutes each: real engines killed in mid-training, learning to wait
+	@$(BIN)/python -m pytest -q -m long
+
 .PHONY: simulate-faults
 simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
@@ -78,7 +82,7 @@ proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 
 .PHONY: kills
 kills: $(INSTALLED) ## kill -9 the worker 20 times under one training run on the real engine; what each cost (15 minutes)
-	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s --timeout 3600 tests/e2e/test_replay.py
+	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s -m long --timeout 3600 tests/e2e/test_replay.py
 
 .PHONY: bench-snapshots
 bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 30 s cost a training run (15 minutes)

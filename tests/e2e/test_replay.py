@@ -49,6 +49,7 @@ def local(tmp_path: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.long
 @pytest.mark.timeout(int(os.environ.get("PLEXRL_E2E_LIMIT_S", 900 + 180 * KILLS)))
 def test_kills_at_random_moments_change_not_one_bit(local: LocalCluster, tmp_path: Path) -> None:
     killer = Killer(local, "worker-0", count=KILLS, seed=5, span_s=2.0)

@@ -5,6 +5,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import plexrl
 from plexrl.waiting.learned.demo import by_the_clock
 from plexrl.waiting.learned.job import CONFIG, Point, Settings, evaluate, imitate, reinforce
@@ -15,6 +17,8 @@ from plexrl_controller.embedded.settings import ClusterSettings
 SETTINGS = Settings(imitation_steps=60, steps=15, held_out=96, evaluate_every=15)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_job_learns_to_wait(tmp_path: Path) -> None:
     points: list[Point] = []
     cluster_settings = ClusterSettings(

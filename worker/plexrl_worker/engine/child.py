@@ -66,14 +66,14 @@ _Requests = queue.SimpleQueue[tuple[e.EngineRequest, int | None]]
 
 
 class RequestControl:
-    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames, of which a
-    short request sends none.
+    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames, the first
+    of them at once, or after an interval for functions that are often shorter.
     """
 
-    def __init__(self, child: "Child", request_id: int) -> None:
+    def __init__(self, child: "Child", request_id: int, first_after_s: float = 0.0) -> None:
         self._child = child
         self._request_id = request_id
-        self._next_frame_s = time.monotonic() + _PROGRESS_INTERVAL_S
+        self._next_frame_s = time.monotonic() + first_after_s
 
     def aborted(self) -> bool:
         """Whether the daemon asked to end this request."""
@@ -199,7 +199,9 @@ class Child:
             return e.EngineResponse(description=codec.description_response(self._engine.describe()))
         if self._engine is None:
             raise InvalidArgument(f"{function}: start the engine first")
-        return run_function(self._engine, request, descriptor, RequestControl(self, request.request_id))
+        first_after_s = _PROGRESS_INTERVAL_S if function == "generate" else 0.0
+        control = RequestControl(self, request.request_id, first_after_s)
+        return run_function(self._engine, request, descriptor, control)
 
 
 def run_function(
