@@ -133,8 +133,8 @@ def test_a_checkpoint_resumes_bit_for_bit_after_the_engine_is_killed(local: Loca
         train(model, 2)
         for pid in local.engine_pids("worker-0"):
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(plexrl.PlexRLError, match="checkpoint"):
-            model.generate(PROMPTS, max_tokens=2)
+        # The state comes back by itself (G21); the checkpoint brings the earlier one back all the same.
+        assert len(model.generate(PROMPTS, max_tokens=2).token_ids) == len(PROMPTS)
         model.load_checkpoint(saved)
         train(model, 1)
         assert fingerprint(model, "end-again", tmp_path / "resumed") == undisturbed
