@@ -72,7 +72,8 @@ def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.
     """
     want = _WIRE_DTYPES[dtype]
     if message.dtype != want:
-        raise WireError(f"{name}: dtype is {t.Dtype.Name(message.dtype)}, want {t.Dtype.Name(want)}")
+        stated = t.Dtype.Name(message.dtype) if message.dtype in t.Dtype.values() else str(message.dtype)
+        raise WireError(f"{name}: dtype is {stated}, want {t.Dtype.Name(want)}")
     shape = tuple(message.shape)
     if any(extent < 0 for extent in shape):
         raise WireError(f"{name}: shape {list(shape)} has a negative extent")
@@ -84,7 +85,11 @@ def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.
         raise WireError(
             f"{name}: shape {list(shape)} needs {count * numpy_dtype.itemsize} bytes, data has {len(message.data)}"
         )
-    return np.frombuffer(message.data, dtype=numpy_dtype).reshape(shape)
+    try:
+        return np.frombuffer(message.data, dtype=numpy_dtype).reshape(shape)
+    except ValueError as error:
+        # Beside an extent of 0 the others can be of any size, or too many.
+        raise WireError(f"{name}: shape of {len(shape)} axes is not possible: {error}") from error
 
 
 def int32s(message: t.Tensor, *, name: str = "tensor") -> Int32Array:

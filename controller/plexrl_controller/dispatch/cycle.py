@@ -31,6 +31,9 @@ from plexrl_controller.scheduling.views import ReadyCall
 MAX_ARGUMENT_BYTES = 256 * 1024 * 1024
 """Of calls given to one worker and not finished; a single call may be larger. Arguments in its payloads alone count."""
 
+REJECTED_RETRY_S = 1.0
+"""A decision that breaks an invariant is looked for anew after this long, should nothing wake the group before."""
+
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -65,7 +68,7 @@ class GroupCycle:
             if broken:
                 core.invariant_violations += 1
                 log.error("decision_rejected", worker=self._worker_id, violations=broken, decision=str(plan))
-                return None
+                return REJECTED_RETRY_S
             if not isinstance(plan.action, Serve):
                 # After a Serve comes another decision, which sees its residency changes.
                 begin_moves(core, self._worker_id, plan.background)

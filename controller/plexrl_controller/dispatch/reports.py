@@ -75,6 +75,9 @@ class ReportRecorder:
             return inline.inline_payload(report.finished.result.SerializeToString())
         if call is None or not _has_result(report):
             return None
+        if replay is None and (call.attempt != report.call.attempt or call.state not in call_lifecycle.ON_WORKER):
+            # Of an older attempt, or heard before: it changes nothing, so nothing of it is kept.
+            return None
         return await self._core.keep(report.finished.result.SerializeToString(), call.tenant)
 
     def _event(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report, result: Payload | None) -> None:
