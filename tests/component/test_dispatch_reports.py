@@ -11,6 +11,7 @@ from plexrl_controller.dispatch import cycle
 from plexrl_controller.dispatch.submit import acknowledge, acknowledged
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.states import CallState
+from plexrl_controller.scheduling.invariants import violations
 from tests.support import specs
 from tests.support.leader import TENANT, running_leader
 
@@ -40,7 +41,7 @@ async def test_a_large_result_that_is_reported_twice_is_kept_once() -> None:
 async def test_a_rejected_decision_is_looked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """G13: a group whose decision broke an invariant does not wait for somebody else to wake it."""
     rejections = [("I1: told by the test",)]
-    check = cycle.violations
+    check = violations
 
     def reject_once(*arguments: Any) -> Sequence[Any]:
         return rejections.pop() if rejections else check(*arguments)
