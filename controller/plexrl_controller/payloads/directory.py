@@ -8,7 +8,7 @@ quick, run on the loop together with the ledger's entry, so that a deletion neve
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import IO, Any, ParamSpec, TypeVar
 from plexrl_controller.domain.errors import ControllerError, DataLoss, ResourceExhausted, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
-from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256, is_digest, owner_of
+from plexrl_controller.payloads.held import HeldPayloads
+from plexrl_controller.payloads.ledger import Key, Ledger, is_digest, owner_of
 from plexrl_controller.payloads.port import CHUNK_BYTES, MAX_PAYLOAD_BYTES, QUOTA_BYTES, chunks_of
 
 P = ParamSpec("P")
@@ -27,12 +28,12 @@ T = TypeVar("T")
 _PARTIAL = "partial"
 
 
-class DirectoryPayloadStore:
+class DirectoryPayloadStore(HeldPayloads):
     """Implements `PayloadStore`. Made by `open`."""
 
     def __init__(self, root: Path, ledger: Ledger) -> None:
+        super().__init__(ledger)
         self._root = root
-        self._ledger = ledger
 
     @classmethod
     async def open(
@@ -76,58 +77,19 @@ class DirectoryPayloadStore:
             raise
         return payload
 
-    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
-        return self._ledger.find(_owner_or_any(tenant), checked_sha256(payload_id))
-
-    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
-        return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
-
-    def retain(self, tenant: Tenant, payload: Payload) -> None:
-        self._ledger.retain((owner_of(tenant), checked_sha256(payload.sha256)))
-
-    async def release(self, tenant: Tenant, payload: Payload) -> None:
-        key = owner_of(tenant), checked_sha256(payload.sha256)
-        if self._ledger.release(key):
-            await self._delete([key])
-
-    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
-
-    async def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
-        key = self._ledger.key(_owner_or_any(tenant), checked_sha256(payload.sha256))
-        digest = sha256()
-        size_bytes = 0
-        held_back = b""
+    async def _pieces(self, key: Key, digest: Any) -> AsyncIterator[bytes]:
         file = await _in_thread(_open, self._path(key))
         try:
             while chunk := await _in_thread(_read, file, digest):
-                size_bytes += len(chunk)
-                if held_back:
-                    yield held_back
-                held_back = chunk
+                yield chunk
         finally:
             file.close()
-        if payload.size_bytes not in (size_bytes, -1) or digest.hexdigest() != payload.sha256:
-            raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
-        if held_back:
-            yield held_back
-
-    def stored_bytes(self, tenant: Tenant) -> int:
-        return self._ledger.used_bytes(owner_of(tenant))
-
-    async def sweep(self) -> int:
-        unreferenced = list(self._ledger.unreferenced())
-        freed_bytes = sum(self._ledger.size(key) for key in unreferenced)
-        for key in unreferenced:
-            self._ledger.forget(key)
-        await self._delete(unreferenced)
-        return freed_bytes
 
     def _path(self, key: Key) -> Path:
         owner, digest = key
         return self._root / owner / digest[:2] / digest
 
-    async def _delete(self, keys: list[Key]) -> None:
+    async def _delete(self, keys: Sequence[Key]) -> None:
         """Takes the names away at once; the blocks of a large file are freed in a thread."""
         leftovers = [self._root / _PARTIAL / token_hex(16) for _ in keys]
         for key, leftover in zip(keys, leftovers, strict=True):
@@ -135,10 +97,6 @@ class DirectoryPayloadStore:
                 self._path(key).rename(leftover)
         for leftover in leftovers:
             await _in_thread(leftover.unlink, missing_ok=True)
-
-
-def _owner_or_any(tenant: Tenant | None) -> str | None:
-    return None if tenant is None else owner_of(tenant)
 
 
 def _prepare(root: Path) -> list[tuple[Key, int]]:

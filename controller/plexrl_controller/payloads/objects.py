@@ -7,7 +7,7 @@ Writing and deleting of one content exclude each other, so that a deletion never
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -22,7 +22,8 @@ from obstore.store import ObjectStore, S3Store
 from plexrl_controller.domain.errors import DataLoss, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
-from plexrl_controller.payloads.ledger import Key, Ledger, checked_sha256, is_digest, owner_of
+from plexrl_controller.payloads.held import HeldPayloads
+from plexrl_controller.payloads.ledger import Key, Ledger, is_digest, owner_of
 from plexrl_controller.payloads.port import CHUNK_BYTES, MAX_PAYLOAD_BYTES, QUOTA_BYTES, chunks_of
 
 PART_BYTES = 8 << 20
@@ -54,13 +55,13 @@ def s3_store(url: str, endpoint: str | None) -> ObjectStore:
     )
 
 
-class ObjectPayloadStore:
+class ObjectPayloadStore(HeldPayloads):
     """Implements `PayloadStore`. Made by `open`."""
 
     def __init__(self, objects: ObjectStore, ledger: Ledger, part_bytes: int) -> None:
+        super().__init__(ledger)
         self._objects = objects
         self._part_bytes = part_bytes
-        self._ledger = ledger
         self._locks: dict[Key, asyncio.Lock] = {}
         self._lock_users: Counter[Key] = Counter()
 
@@ -132,68 +133,31 @@ class ObjectPayloadStore:
                 await obstore.delete_async(self._objects, partial)
         return payload
 
-    def find(self, tenant: Tenant | None, payload_id: str) -> Payload:
-        return self._ledger.find(_owner_or_any(tenant), checked_sha256(payload_id))
-
-    def has(self, tenant: Tenant | None, payload_id: str) -> bool:
-        return self._ledger.holds(_owner_or_any(tenant), checked_sha256(payload_id))
-
-    def retain(self, tenant: Tenant, payload: Payload) -> None:
-        self._ledger.retain((owner_of(tenant), checked_sha256(payload.sha256)))
-
-    async def release(self, tenant: Tenant, payload: Payload) -> None:
-        key = owner_of(tenant), checked_sha256(payload.sha256)
-        if self._ledger.release(key):
-            await self._delete(key)
-
-    async def read(self, tenant: Tenant | None, payload: Payload) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks(tenant, payload)])
-
-    async def chunks(self, tenant: Tenant | None, payload: Payload) -> AsyncIterator[bytes]:
-        key = self._ledger.key(_owner_or_any(tenant), checked_sha256(payload.sha256))
-        digest, size_bytes, held_back = sha256(), 0, b""
+    async def _pieces(self, key: Key, digest: Any) -> AsyncIterator[bytes]:
         try:
             found = await obstore.get_async(self._objects, _path(key))
             async for piece in found.stream(min_chunk_size=CHUNK_BYTES):
                 view = memoryview(piece)
                 for start in range(0, len(view), CHUNK_BYTES):
                     chunk = bytes(view[start : start + CHUNK_BYTES])
-                    digest.update(chunk)
-                    size_bytes += len(chunk)
-                    if held_back:
-                        yield held_back
-                    held_back = chunk
+                    await asyncio.to_thread(digest.update, chunk)
+                    yield chunk
         except FileNotFoundError as error:
-            raise DataLoss(f"a stored payload is missing: {payload.sha256}", reason="PAYLOAD_MISSING") from error
+            raise DataLoss(f"a stored payload is missing: {key[1]}", reason="PAYLOAD_MISSING") from error
         except BaseError as error:
             raise _unavailable(error) from error
-        if payload.size_bytes not in (size_bytes, -1) or digest.hexdigest() != payload.sha256:
-            raise DataLoss(f"payload {payload.sha256} no longer matches its hash", reason="PAYLOAD_CORRUPT")
-        if held_back:
-            yield held_back
 
-    def stored_bytes(self, tenant: Tenant) -> int:
-        return self._ledger.used_bytes(owner_of(tenant))
-
-    async def sweep(self) -> int:
-        unreferenced = list(self._ledger.unreferenced())
-        freed_bytes = sum(self._ledger.size(key) for key in unreferenced)
-        for key in unreferenced:
-            self._ledger.forget(key)
-        for key in unreferenced:
-            await self._delete(key)
-        return freed_bytes
-
-    async def _delete(self, key: Key) -> None:
-        async with self._exclusive(key):
-            if self._ledger.holds(*key):
-                return
-            try:
-                await obstore.delete_async(self._objects, _path(key))
-            except FileNotFoundError:
-                pass
-            except BaseError as error:
-                raise _unavailable(error) from error
+    async def _delete(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            async with self._exclusive(key):
+                if self._ledger.holds(*key):
+                    continue
+                try:
+                    await obstore.delete_async(self._objects, _path(key))
+                except FileNotFoundError:
+                    pass
+                except BaseError as error:
+                    raise _unavailable(error) from error
 
     @asynccontextmanager
     async def _exclusive(self, key: Key) -> AsyncIterator[None]:
@@ -250,10 +214,6 @@ async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 def _path(key: Key) -> str:
     return f"{key[0]}/{key[1]}"
-
-
-def _owner_or_any(tenant: Tenant | None) -> str | None:
-    return None if tenant is None else owner_of(tenant)
 
 
 def _unavailable(error: BaseError) -> Unavailable:
