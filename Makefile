@@ -62,6 +62,10 @@ test-long: $(INSTALLED) ## the tests that take minutes each: real engines killed
 simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
 
+.PHONY: fuzz
+fuzz: $(INSTALLED) ## MESSAGES=10000 bad messages to every rpc of the controller: a declared status, and the next good call works
+	@FUZZ_MESSAGES=$(or $(MESSAGES),10000) $(BIN)/python -m pytest -q -o timeout=3600 tests/component/test_fuzz.py
+
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
 	@$(BIN)/ruff check --quiet

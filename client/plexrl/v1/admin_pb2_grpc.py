@@ -28,6 +28,8 @@ if _version_not_supported:
 class AdminServiceStub(object):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -71,6 +73,8 @@ class AdminServiceStub(object):
 class AdminServiceServicer(object):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def CreateToken(self, request, context):
@@ -160,6 +164,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService(object):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

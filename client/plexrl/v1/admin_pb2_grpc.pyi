@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class AdminServiceStub:
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_typing.overload
@@ -54,6 +56,8 @@ class AdminServiceStub:
 class AdminServiceAsyncStub(AdminServiceStub):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -75,6 +79,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operator to controller. Roles: admin may do all, viewer may read. Others get PERMISSION_DENIED, except where an rpc
     says that a tenant sees its own.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_abc_1.abstractmethod

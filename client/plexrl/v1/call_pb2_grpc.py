@@ -28,6 +28,8 @@ if _version_not_supported:
 class CallServiceStub(object):
     """Calls of jobs. Every rpc needs a bearer token; a tenant sees only its own calls (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -81,6 +83,8 @@ class CallServiceStub(object):
 class CallServiceServicer(object):
     """Calls of jobs. Every rpc needs a bearer token; a tenant sees only its own calls (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def SubmitCall(self, request, context):
@@ -203,6 +207,8 @@ def add_CallServiceServicer_to_server(servicer, server):
 class CallService(object):
     """Calls of jobs. Every rpc needs a bearer token; a tenant sees only its own calls (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

@@ -28,6 +28,8 @@ if _version_not_supported:
 class JobServiceStub(object):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -81,6 +83,8 @@ class JobServiceStub(object):
 class JobServiceServicer(object):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def GetCapabilities(self, request, context):
@@ -196,6 +200,8 @@ def add_JobServiceServicer_to_server(servicer, server):
 class JobService(object):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class JobServiceStub:
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_typing.overload
@@ -62,6 +64,8 @@ class JobServiceStub:
 class JobServiceAsyncStub(JobServiceStub):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -91,6 +95,8 @@ class JobServiceAsyncStub(JobServiceStub):
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (no leader or store for now: retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_abc_1.abstractmethod

@@ -28,6 +28,8 @@ if _version_not_supported:
 class ModelServiceStub(object):
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -86,6 +88,8 @@ class ModelServiceStub(object):
 class ModelServiceServicer(object):
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def CreateModel(self, request, context):
@@ -217,6 +221,8 @@ def add_ModelServiceServicer_to_server(servicer, server):
 class ModelService(object):
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

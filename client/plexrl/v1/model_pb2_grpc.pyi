@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class ModelServiceStub:
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_typing.overload
@@ -67,6 +69,8 @@ class ModelServiceStub:
 class ModelServiceAsyncStub(ModelServiceStub):
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -101,6 +105,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """Models and their checkpoints. Every rpc needs a bearer token; a tenant sees only its own models (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_abc_1.abstractmethod

@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class PayloadServiceStub(object):
     """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -49,6 +51,8 @@ class PayloadServiceStub(object):
 
 class PayloadServiceServicer(object):
     """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def PutPayload(self, request_iterator, context):
@@ -90,6 +94,8 @@ def add_PayloadServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PayloadService(object):
     """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PayloadServiceStub:
-    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND)."""
+    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -43,7 +46,10 @@ class PayloadServiceStub:
 
 @_typing.type_check_only
 class PayloadServiceAsyncStub(PayloadServiceStub):
-    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND)."""
+    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutPayload: _aio.StreamUnaryMultiCallable[_payload_pb2.PutPayloadRequest, _payload_pb2.PutPayloadResponse]  # type: ignore[assignment]
@@ -55,7 +61,10 @@ class PayloadServiceAsyncStub(PayloadServiceStub):
     """Reads bytes back in chunks of at most 1 MiB. NOT_FOUND. DATA_LOSS: they no longer match their hash."""
 
 class PayloadServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND)."""
+    """Uploads and downloads of a tenant's bytes. A tenant reads only its own payloads (others are NOT_FOUND).
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     @_abc_1.abstractmethod
     def PutPayload(

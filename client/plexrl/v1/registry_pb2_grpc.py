@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class RegistryServiceStub(object):
     """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -49,6 +51,8 @@ class RegistryServiceStub(object):
 
 class RegistryServiceServicer(object):
     """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def Register(self, request, context):
@@ -90,6 +94,8 @@ def add_RegistryServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RegistryService(object):
     """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryServiceStub:
-    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it."""
+    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +47,10 @@ class RegistryServiceStub:
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
-    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it."""
+    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]  # type: ignore[assignment]
@@ -57,7 +63,10 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it."""
+    """Worker to controller. Needs a token of role worker. Has its own connection, so that calls never delay it.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
+    """
 
     @_abc_1.abstractmethod
     def Register(

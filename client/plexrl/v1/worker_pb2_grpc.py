@@ -29,6 +29,8 @@ if _version_not_supported:
 class WorkerServiceStub(object):
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel):
@@ -72,6 +74,8 @@ class WorkerServiceStub(object):
 class WorkerServiceServicer(object):
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def Execute(self, request_iterator, context):
@@ -161,6 +165,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 class WorkerService(object):
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @staticmethod

@@ -30,6 +30,8 @@ GRPC_VERSION: str
 class WorkerServiceStub:
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_typing.overload
@@ -55,6 +57,8 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -76,6 +80,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Controller to worker. Needs the cluster's worker token. Orders of an older leader_term or for another
     worker_incarnation are refused with FAILED_PRECONDITION and reason STALE_TERM or STALE_INCARNATION.
+    Any rpc can answer INVALID_ARGUMENT (a field is not as its comment asks, or the bytes are no message; the text names it),
+    NOT_FOUND (what it names is not there) and RESOURCE_EXHAUSTED (the message is over its limit, or too many wait).
     """
 
     @_abc_1.abstractmethod

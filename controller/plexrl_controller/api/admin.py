@@ -84,7 +84,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[admin_pb2.ListIntervalsResponse]:
         """Streams device time, oldest first."""
         job_id = JobId(request.job_id) if request.job_id else None
-        since_unix_ns = request.start_time.ToNanoseconds() if request.HasField("start_time") else 0
+        since_unix_ns = messages.nanoseconds(request, "start_time")
         async for batch in self._core.store.intervals(identity().scope, job_id, since_unix_ns):
             yield admin_pb2.ListIntervalsResponse(intervals=[messages.interval_message(i) for i in batch])
 

@@ -1,5 +1,6 @@
 """JobService: jobs, leases, and what a client needs to resume."""
 
+import re
 from typing import Any
 
 from plexrl.v1 import job_pb2, job_pb2_grpc, registry_pb2
@@ -158,8 +159,8 @@ def _release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version; a malformed one counts as the oldest."""
     numbers = []
     for part in version.split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits:
+        digits = re.match("[0-9]{1,9}", part)
+        if digits is None:
             break
-        numbers.append(int(digits))
+        numbers.append(int(digits[0]))
     return tuple(numbers)

@@ -36,11 +36,24 @@ def duration(seconds: float) -> duration_pb2.Duration:
     return message
 
 
+def nanoseconds(message: Any, field: str) -> int:
+    """A duration, or a time since 1970, in nanoseconds; 0 when unset. Raises InvalidArgument outside 64 bits."""
+    if not message.HasField(field):
+        return 0
+    try:
+        value = int(getattr(message, field).ToNanoseconds())
+    except ValueError as error:
+        raise InvalidArgument(f"{field}: {error}") from error
+    if not 0 <= value < 2**63:
+        raise InvalidArgument(f"{field}: {value} ns, want at least 0 and less than 2^63")
+    return value
+
+
 def seconds(message: Any, field: str, default: float, bounds: tuple[float, float]) -> float:
     """A duration field in seconds; `default` when unset. Raises InvalidArgument outside `bounds`."""
     if not message.HasField(field):
         return default
-    value = float(getattr(message, field).ToNanoseconds()) / 1e9
+    value = nanoseconds(message, field) / 1e9
     if not bounds[0] <= value <= bounds[1]:
         raise InvalidArgument(f"{field}: {value:g} s, want {bounds[0]:g} to {bounds[1]:g} s")
     return value
