@@ -60,9 +60,17 @@ class ErrorInfo:
 
 def tensor(array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> t.Tensor:
     """Packs an array as a Tensor of dtype "int32" or "float32", little-endian, row-major."""
-    wire_dtype = _WIRE_DTYPES[dtype]
+    message = t.Tensor()
+    put_tensor(message, array, dtype)
+    return message
+
+
+def put_tensor(message: t.Tensor, array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> None:
+    """Packs an array into an empty Tensor: within a larger message, that saves a copy."""
+    message.dtype = wire_dtype = _WIRE_DTYPES[dtype]
     packed = np.asarray(array, dtype=_DTYPES[wire_dtype])
-    return t.Tensor(dtype=wire_dtype, shape=packed.shape, data=packed.tobytes())
+    message.shape.extend(packed.shape)
+    message.data = packed.tobytes()
 
 
 def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.generic]:

@@ -11,6 +11,8 @@ import hashlib
 import json
 import time
 from collections.abc import Collection
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -227,29 +229,33 @@ class FakeEngine:
     ) -> Generation:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "generate", None)
-        table = self._rollout(deployment, weights_version, "generate")
+        self._rollout(deployment, weights_version, "generate")
         losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
         check_sampling(params, prompts, self._max_sequence_tokens)
         if params.stop:
             raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
         self._faults.strike("generate", control)
-        last_tokens = prompts.token_ids[np.cumsum(prompts.lengths) - 1]
-        completions, logprobs, reasons = [], [], []
-        total = int(prompts.lengths.size) * params.n
+        row_after = partial(deployment.rollout_row, vocab_size=self._vocab_size)
+        last_tokens = [int(prompts.token_ids[end - 1]) for end in accumulate(prompts.lengths.tolist())]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        lengths, reasons = [], []
+        total = len(last_tokens) * params.n
         for index in range(total):
             if control.aborted():
                 raise Aborted("generate was aborted")
             prompt_index, completion_index = divmod(index, params.n)
-            draws = np.random.default_rng(completion_seed(params.seed, prompt_index, completion_index))
-            ids, scores, reason = sample(table, int(last_tokens[prompt_index]), params, draws)
-            completions.append(ids)
-            logprobs.append(scores)
+            seed = completion_seed(params.seed, prompt_index, completion_index)
+            ids, scores, reason = sample(row_after, last_tokens[prompt_index], params, seed)
+            token_ids += ids
+            logprobs += scores
+            lengths.append(len(ids))
             reasons.append(reason)
             control.progress(index + 1, total)
         return Generation(
-            token_ids=np.concatenate(completions).astype(np.int32),
-            lengths=np.array([len(ids) for ids in completions], np.int32),
-            logprobs=np.concatenate(logprobs).astype(np.float32) if params.logprobs else np.zeros(0, np.float32),
+            token_ids=np.array(token_ids, np.int32),
+            lengths=np.array(lengths, np.int32),
+            logprobs=np.array(logprobs if params.logprobs else [], np.float32),
             finish_reasons=tuple(reasons),
             weights_version=weights_version,
         )
