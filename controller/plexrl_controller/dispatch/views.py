@@ -1,6 +1,9 @@
 """Scheduling views, built from the ledger."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
+from operator import attrgetter
 
 from plexrl.v1 import registry_pb2
 from plexrl_controller.dispatch.learning import corrected_hint
@@ -23,6 +26,7 @@ from plexrl_controller.scheduling.views import (
 
 SERVING_STATES = (WorkerState.READY, WorkerState.CORDONED, WorkerState.DRAINING)
 DEFAULT_ROUND_TRIP_S = 0.05
+_JOB_AND_KIND = attrgetter("job_id", "kind")
 
 
 def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
@@ -30,11 +34,11 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     worker, group = ledger.workers[worker_id], ledger.groups[worker_id]
     in_flight: dict[JobId, int] = {}
     left_s: dict[JobId, float] = {}
-    for call_id in ledger.calls_on_worker[worker_id]:
-        call = ledger.calls[call_id]
-        in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
-        expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
-        left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
+    running = map(ledger.calls.__getitem__, ledger.calls_on_worker[worker_id])
+    for (job_id, kind), count in Counter(map(_JOB_AND_KIND, running)).items():
+        in_flight[job_id] = in_flight.get(job_id, 0) + count
+        expected_s = group.estimates.expected_s(job_id, kind) or 0.0
+        left_s[job_id] = left_s.get(job_id, 0.0) + count * expected_s
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:
         model = ledger.models[model_id]
@@ -78,7 +82,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 weight=weight,
             )
         )
-    capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
+    capabilities = _capabilities(worker.capabilities)
     return GroupView(
         worker_id=worker_id,
         available=group.connected and worker.state in SERVING_STATES and not group.stopping,
@@ -88,6 +92,12 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         slice_start=group.slice_start,
         background_moves=capabilities.prefetch,
     )
+
+
+@lru_cache(1024)
+def _capabilities(serialized: bytes) -> registry_pb2.WorkerCapabilities:
+    """What a worker can do, which it says once; only to be read."""
+    return registry_pb2.WorkerCapabilities.FromString(serialized)
 
 
 def _round_trip_s(measured_s: float | None) -> float:

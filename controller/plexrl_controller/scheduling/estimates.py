@@ -123,7 +123,10 @@ class Estimates:
     def service(self, job_id: JobId, kind: CallKind, seconds: float) -> None:
         """A call ran for so long, swaps not included."""
         job = self._job(job_id)
-        job.service.setdefault(kind, Sketch()).add(seconds)
+        sketch = job.service.get(kind)
+        if sketch is None:
+            sketch = job.service[kind] = Sketch()
+        sketch.add(seconds)
         job._busy_s += seconds
         job._own_s += seconds
 
@@ -183,7 +186,10 @@ class Estimates:
         return sketch.median if sketch is not None and sketch.observations >= self.MIN_OBSERVATIONS else None
 
     def _job(self, job_id: JobId) -> JobEstimates:
-        return self._jobs.setdefault(job_id, JobEstimates())
+        job = self._jobs.get(job_id)
+        if job is None:
+            job = self._jobs[job_id] = JobEstimates()
+        return job
 
 
 _NOTHING = JobEstimates()
