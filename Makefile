@@ -47,8 +47,8 @@ demo-smollm2: $(INSTALLED) ## the same with a real pretrained LLM, SmolLM2-135M 
 	@$(BIN)/plexrl demo --smollm2 --out out/demo-smollm2
 
 .PHONY: test
-test: $(INSTALLED) ## all tests, the quick ones first
-	@$(BIN)/python -m pytest -q
+test: $(INSTALLED) ## all tests, the quick ones first, two files at a time
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-unit
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
