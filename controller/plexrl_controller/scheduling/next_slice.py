@@ -39,7 +39,7 @@ def waiting_since(job: JobView) -> float:
 
 def oldest(job: JobView) -> ReadyCall:
     """The ready call of a job that runs first."""
-    return min((m.ready[0] for m in job.models if m.ready), key=_call_key)
+    return _model_of(job).ready[0]
 
 
 def slice_s(job: JobView, policy: Policy) -> float:
@@ -186,6 +186,8 @@ def _choose(
     """The job that comes next. `serving` takes part as if it had just come: it has had its turn."""
     if starving:
         return min(starving, key=lambda job: (job.last_served, job.job_id))
+    if serving is None and len(waiting) == 1:
+        return waiting[0]
     ranked = [(*_rank(job, waiting_since(job), now, policy), job.job_id, job) for job in waiting]
     if serving is not None:
         ranked.append((*_rank(serving, now, now, policy), serving.job_id, serving))
@@ -263,12 +265,16 @@ def _setup_s(job: JobView) -> float:
 
 
 def _has_ready(job: JobView) -> bool:
-    return any(m.ready for m in job.models)
+    for model in job.models:  # noqa: SIM110 - a generator would cost as much as the rest of the decision
+        if model.ready:
+            return True
+    return False
 
 
 def _model_of(job: JobView) -> ModelView:
     """The model of a job's oldest ready call."""
-    return min((m for m in job.models if m.ready), key=lambda m: _call_key(m.ready[0]))
+    ready = [model for model in job.models if model.ready]
+    return ready[0] if len(ready) == 1 else min(ready, key=lambda m: _call_key(m.ready[0]))
 
 
 def _call_key(call: ReadyCall) -> tuple[float, str]:

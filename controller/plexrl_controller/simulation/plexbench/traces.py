@@ -22,6 +22,8 @@ from plexrl_controller.simulation.scenarios import share
 from plexrl_controller.simulation.workload import BY_NAME, CLASSES, GeneratorSettings, Hardware, Job, generate
 
 WARM_UP_S = 2 * 3600.0
+TIMED = 16
+"""In traces one decision in so many is timed and checked; the tests check every one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ LEVERS: dict[str, Lever] = {
 def ours(lever: Lever | None = None) -> LivePlacement:
     """B10, with the defaults of the live controller but for the lever."""
     lever = lever or _lever()
-    return LivePlacement(policy=replace(Policy(), **lever.policy), **lever.placement)
+    decisions = Decisions(every=TIMED)
+    return LivePlacement(policy=replace(Policy(), **lever.policy), decisions=decisions, **lever.placement)
 
 
 def policies() -> dict[str, Callable[[], Placement]]:
