@@ -126,6 +126,10 @@ plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an 
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
 
+.PHONY: bench-waiting-bridge
+bench-waiting-bridge: $(INSTALLED) ## agents' sleeps as idle hints: on, off and wrong, live and simulated (45 minutes; ENGINE_OF=vllm: the real engine)
+	@$(BIN)/python -m benchmarks.bridge --engine $(or $(ENGINE_OF),fake) --out out/bench-waiting-bridge
+
 .PHONY: soak
 soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
 	@$(BIN)/python -m benchmarks.soak --out out/soak
