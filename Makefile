@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# An engine's start reads thousands of modules; without their bytecode on disk each start would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 ENGINE ?= cpu
 VENV ?= .venv
@@ -37,7 +39,7 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@touch $@
 
 .PHONY: demo
-demo: $(INSTALLED) ## two RLVR jobs learn on one worker; what sharing saved, in a table and a picture (6 minutes)
+demo: $(INSTALLED) ## two RLVR jobs learn on one worker; what sharing saved, in a table and a picture (6 to 10 minutes)
 	@$(BIN)/plexrl demo --out out/demo
 
 .PHONY: demo-smollm2
@@ -45,8 +47,8 @@ demo-smollm2: $(INSTALLED) ## the same with a real pretrained LLM, SmolLM2-135M 
 	@$(BIN)/plexrl demo --smollm2 --out out/demo-smollm2
 
 .PHONY: test
-test: $(INSTALLED) ## all tests, the quick ones first
-	@$(BIN)/python -m pytest -q
+test: $(INSTALLED) ## all tests, the quick ones first, two files at a time
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-unit
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
@@ -123,6 +125,10 @@ plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an 
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: bench-waiting-bridge
+bench-waiting-bridge: $(INSTALLED) ## agents' sleeps as idle hints: on, off and wrong, live and simulated (45 minutes; ENGINE_OF=vllm: the real engine)
+	@$(BIN)/python -m benchmarks.bridge --engine $(or $(ENGINE_OF),fake) --out out/bench-waiting-bridge
 
 .PHONY: soak
 soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least

@@ -149,7 +149,7 @@ def test_a_homogeneous_group_agrees_with_mean_value_analysis(members: int, busy_
         for _ in range(members)
     ]
     until_s = 100.0 * count
-    shared = share(jobs, LivePolicy(Policy(chunking=False), Decisions(check=False), learn=False), until_s=until_s)
+    shared = share(jobs, LivePolicy(Policy(chunking=False), Decisions(every=0), learn=False), until_s=until_s)
     iterations = sum(len(ends) for ends in shared.ends_s)
     slowdown = until_s * members / iterations / 100.0
     response = mva([100.0 * busy_share] * members, [100.0 * (1 - busy_share)] * members)[0]

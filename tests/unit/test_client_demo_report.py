@@ -8,6 +8,7 @@ from rich.console import Console
 
 from plexrl.demo import figures
 from plexrl.demo.report import Report
+from plexrl.demo.runs import JobRun, stall_for
 
 
 def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80) -> figures.JobFigures:
@@ -35,6 +36,7 @@ def report(*jobs: figures.JobFigures, hold_saving: float = 0.0) -> Report:
         bound_saving=0.5,
         device_state_bytes=7_500_000,
         larger_state_bytes=6_017_024,
+        stall_mean_s=1.5,
         seconds=312.0,
         timeline=Path("timeline.png"),
         trace=Path("trace.json"),
@@ -88,3 +90,10 @@ def test_the_report_has_the_keys_that_programs_read(tmp_path: Path) -> None:
         "name reward_before reward_after steps busy_share busy_s swap_s swaps slowdown saving weights_equal_alone"
     )
     assert set(job_keys.split()) <= written["jobs"][0].keys()
+
+
+def test_stalls_are_set_for_the_share_that_is_asked() -> None:
+    probes = [JobRun("a", steps=[object()] * 3, busy_s=2.1), JobRun("b", steps=[object()] * 3, busy_s=2.7)]
+    stall_s = stall_for(probes, 0.4)
+    assert stall_s == pytest.approx(1.2)
+    assert 0.8 / (0.8 + stall_s) == pytest.approx(0.4)

@@ -143,6 +143,10 @@ class OrderDesk:
         await self._host.drop_all(Journal())
         self._outbox.clear()
 
+    def placing(self) -> set[str]:
+        """Models with a deployment or a drop queued or running."""
+        return set(self._placing)
+
     async def drop_models(self, model_ids: set[str]) -> None:
         """Drops models that no longer belong here, behind the placements that are queued."""
         for model_id in model_ids:

@@ -34,6 +34,7 @@ class Report:
     bound_saving: float
     device_state_bytes: int
     larger_state_bytes: int
+    stall_mean_s: float
     seconds: float
     timeline: Path
     trace: Path
@@ -97,6 +98,7 @@ class Report:
             "published_saving": PUBLISHED_SAVING,
             "device_state_bytes": self.device_state_bytes,
             "larger_state_bytes": self.larger_state_bytes,
+            "stall_mean_s": self.stall_mean_s,
             "seconds": self.seconds,
             "timeline": str(self.timeline),
             "trace": str(self.trace),
@@ -153,7 +155,7 @@ class Report:
         )
         console.print(
             "cost: device time charged per step (split equally while shared) over the same steps alone. d: device-busy "
-            "share alone. The stalls are real waits that stand for a sandbox."
+            f"share alone. The stalls, {self.stall_mean_s:.1f} s in the mean, are real waits that stand for a sandbox."
         )
         for expectation in self.expectations():
             mark = "[green]holds[/]" if expectation.holds else "[red]does not hold[/]"

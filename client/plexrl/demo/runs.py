@@ -104,6 +104,7 @@ def reinforce(
     warm: dict[str, JobRun],
     tell: Progress,
     *,
+    stall_mean_s: float,
     fingerprint_at: int | None = None,
     evaluate: bool = False,
 ) -> Phase:
@@ -120,7 +121,7 @@ def reinforce(
                 run.fingerprints[step.number] = fingerprint(policy, f"step-{step.number}")
             tell(f"{label} {run.name}: step {step.number}/{steps}, reward {step.reward:.2f}")
 
-        settings = replace(grpo.Settings(seed=seed), steps=steps)
+        settings = replace(grpo.Settings(seed=seed), steps=steps, stall_mean_s=stall_mean_s)
         grpo.reinforce(job, policy, task, settings, on_step=on_step)
         after = job.account()
         run.busy_s = after.busy_s - before.busy_s
@@ -132,6 +133,12 @@ def reinforce(
 
     start = threading.Barrier(len(names))
     return _together(endpoint, label, names, seed, work, warm)
+
+
+def stall_for(probes: Sequence[JobRun], busy_share: float) -> float:
+    """Mean stall in seconds with which jobs like these keep a device busy for about `busy_share` of their time."""
+    busy_s = sum(run.busy_s for run in probes) / sum(len(run.steps) for run in probes)
+    return busy_s * (1.0 / busy_share - 1.0)
 
 
 def fingerprint(policy: plexrl.Model, label: str) -> str:

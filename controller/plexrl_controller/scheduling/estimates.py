@@ -123,17 +123,18 @@ class Estimates:
     def service(self, job_id: JobId, kind: CallKind, seconds: float) -> None:
         """A call ran for so long, swaps not included."""
         job = self._job(job_id)
-        sketch = job.service.get(kind)
-        if sketch is None:
-            sketch = job.service[kind] = Sketch()
-        sketch.add(seconds)
+        if kind not in job.service:
+            job.service[kind] = Sketch()
+        job.service[kind].add(seconds)
         job._busy_s += seconds
         job._own_s += seconds
 
     def stall(self, job_id: JobId, after: CallKind, seconds: float, hinted_s: float | None = None) -> None:
         """After a call of kind `after` the job had nothing to run for so long; `hinted_s` is what it had said."""
         job = self._job(job_id)
-        job.stall.setdefault(after, Sketch()).add(seconds)
+        if after not in job.stall:
+            job.stall[after] = Sketch()
+        job.stall[after].add(seconds)
         job._own_s += seconds
         job._visits += 1
         if hinted_s is not None and hinted_s > 0.0:
@@ -186,10 +187,9 @@ class Estimates:
         return sketch.median if sketch is not None and sketch.observations >= self.MIN_OBSERVATIONS else None
 
     def _job(self, job_id: JobId) -> JobEstimates:
-        job = self._jobs.get(job_id)
-        if job is None:
-            job = self._jobs[job_id] = JobEstimates()
-        return job
+        if job_id not in self._jobs:
+            self._jobs[job_id] = JobEstimates()
+        return self._jobs[job_id]
 
 
 _NOTHING = JobEstimates()

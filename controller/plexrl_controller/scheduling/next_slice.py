@@ -1,7 +1,7 @@
 """Which job a worker group serves next, with which calls, and what moves meanwhile. Pure; O(jobs of the group).
 
 Order of the rules: calls in flight finish their chunk; jobs that starve are served in turn; the resident job goes on
-within its quantum; the group is kept for a job whose stall is likely shorter than a round-trip swap; then the order.
+within its quantum; the group is kept for a job whose stall is likely shorter than one move; then the order.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def waiting_since(job: JobView) -> float:
 
 def oldest(job: JobView) -> ReadyCall:
     """The ready call of a job that runs first."""
-    return min((m.ready[0] for m in job.models if m.ready), key=_call_key)
+    return _model_of(job).ready[0]
 
 
 def slice_s(job: JobView, policy: Policy) -> float:
@@ -82,14 +82,17 @@ def hold_until(job: JobView, now: float, policy: Policy) -> float:
 
 
 def _rental_s(job: JobView, now: float, policy: Policy) -> float:
-    """How long the group is kept after a job's last call before giving it away is the better bet."""
-    swap_s = job.round_trip_s
+    """How long the group is kept after a job's last call before giving it away is the better bet.
+
+    Giving it away costs one move: the move back is the price of the job's next turn, whoever has the group before.
+    """
+    move_s = job.round_trip_s / 2
     if policy.use_hints and job.idle_until is not None and job.idle_until > job.last_finish:
         # The job's own statement: either nothing is gained by waiting, or it is nearly back.
-        return 0.0 if job.idle_until - now > swap_s else swap_s / policy.trust
+        return 0.0 if job.idle_until - now > move_s else move_s / policy.trust
     if policy.use_learned_stalls and job.expected_stall_s is not None:
-        return swap_s * policy.trust if job.expected_stall_s > swap_s else swap_s / policy.trust
-    return swap_s
+        return move_s * policy.trust if job.expected_stall_s > move_s else move_s / policy.trust
+    return move_s
 
 
 def _free(
@@ -186,6 +189,8 @@ def _choose(
     """The job that comes next. `serving` takes part as if it had just come: it has had its turn."""
     if starving:
         return min(starving, key=lambda job: (job.last_served, job.job_id))
+    if serving is None and len(waiting) == 1:
+        return waiting[0]
     ranked = [(*_rank(job, waiting_since(job), now, policy), job.job_id, job) for job in waiting]
     if serving is not None:
         ranked.append((*_rank(serving, now, now, policy), serving.job_id, serving))
@@ -263,12 +268,16 @@ def _setup_s(job: JobView) -> float:
 
 
 def _has_ready(job: JobView) -> bool:
-    return any(m.ready for m in job.models)
+    for model in job.models:  # noqa: SIM110 - a generator would cost as much as the rest of the decision
+        if model.ready:
+            return True
+    return False
 
 
 def _model_of(job: JobView) -> ModelView:
     """The model of a job's oldest ready call."""
-    return min((m for m in job.models if m.ready), key=lambda m: _call_key(m.ready[0]))
+    ready = [model for model in job.models if model.ready]
+    return ready[0] if len(ready) == 1 else min(ready, key=lambda m: _call_key(m.ready[0]))
 
 
 def _call_key(call: ReadyCall) -> tuple[float, str]:

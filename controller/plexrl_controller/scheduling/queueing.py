@@ -9,6 +9,7 @@ wait. Its rate is `X_j = 1 / (Z_j + R_j)`, and it adds `X_j R_j` to the queue Q(
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, inf, sqrt
 from operator import mul
 
@@ -19,6 +20,8 @@ REGULAR_SHARE = 0.4
 
 EXACT_LIMIT = 8
 SCHWEITZER_ROUNDS = 50
+REMEMBERED = 16_384
+"""Predictions that are kept: a job that waits is tried on the same groups at every event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,13 @@ def predict(
     trip of swaps, whichever is less. `correct_variation`: regular members wait less than exponential ones do.
     `chunk_s`: after that much work a call yields to others. `at_least`: bounds from below instead, for n^3 steps.
     """
-    swapping = swapping and len(demands) > 1
+    return _predict(tuple(demands), swapping and len(demands) > 1, correct_variation, chunk_s, at_least)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _predict(
+    demands: tuple[Demand, ...], swapping: bool, correct_variation: bool, chunk_s: float, at_least: bool
+) -> Prediction:
     busy_s = [d.busy_s + (d.visits * min(_stall_s(d), d.round_trip_s) if swapping else 0.0) for d in demands]
     away_s = [_away_s(d, swapping) for d in demands]
     visit_s = [b / d.visits for b, d in zip(busy_s, demands, strict=True)]

@@ -173,6 +173,8 @@ class FakeEngine:
         if any(copy.component is Component.ROLLOUT_WEIGHTS for copy in copies):
             self._claim_slot(deployment_id)
         moved = allocated = 0
+        if any(copy not in deployment.preloaded for copy in copies):
+            self._faults.strike("load", control)
         for copy in copies:
             size_bytes = deployment.ledger.place(copy.component).size_bytes
             values = deployment.preloaded.get(copy)
@@ -197,6 +199,7 @@ class FakeEngine:
         started_s = time.monotonic()
         deployment = self._on_device(deployment_id, "preload", control)
         deployment.preloaded.clear()
+        self._faults.strike("load", control)
         copies = deployment.ledger.parked_of(parked, ALL_COMPONENTS)
         deployment.preloaded = {copy: self._unpark(deployment, copy) for copy in copies}
         moved = sum(values.nbytes for copy, values in deployment.preloaded.items() if not copy.is_zero)

@@ -2,7 +2,8 @@
 
     "plexrl_fake": [{"function": "generate", "fault": "crash", "flag_file": "/tmp/once"}]
 
-function: a method of the port, or start. fault: crash (SIGKILL of the process, in the middle of the function), exit
+function: a method of the port, start, or load (a state really comes onto the device: by swap_in, unless preload has
+brought it). fault: crash (SIGKILL of the process, in the middle of the function), exit
 (code 3), hang (forever), slow (`delay_s`, heard by abort), fail (an error that is not typed), out_of_memory, leak
 (`leak_bytes` more held by each call). flag_file: the fault strikes only while that file exists, and removes it: once.
 """
