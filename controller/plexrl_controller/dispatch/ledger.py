@@ -392,6 +392,7 @@ class Batch:
         """Charges device time to a job."""
         self._intervals.append(interval)
         job_id, seconds = interval.job_id, (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        spent = Account(job_id)
         match interval.kind:
             case IntervalKind.BUSY:
                 spent = Account(job_id, busy_s=seconds)
