@@ -112,10 +112,10 @@ def simulate(
 def bound_s(run: Simulated, policy: Policy) -> float:
     """The most device time that swaps and holds can take, whatever jobs say: per call one round trip, and one hold.
 
-    A hold ends after a round trip over `trust`. The scheduler's round trip is twice the mean of what changes of
+    A hold ends after half a round trip over `trust`. The scheduler's round trip is twice the mean of what changes of
     residency took, so at most twice the longest.
     """
-    return run.calls * 2.0 * run.longest_setup_s * (1.0 + 1.0 / policy.trust)
+    return run.calls * run.longest_setup_s * (2.0 + 1.0 / policy.trust)
 
 
 def _job(

@@ -201,6 +201,7 @@ class WorkerDaemon:
             host_state_bytes=self.settings.host_state_bytes,
             disk_state_bytes=self.settings.disk_state_bytes,
             prefetch=True,
+            yields=True,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,

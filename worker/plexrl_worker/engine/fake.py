@@ -32,9 +32,10 @@ from plexrl_worker.engine.errors import (
     UnknownDeployment,
     Unsupported,
     VersionMismatch,
+    Yielded,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.fake_model import FakeDeployment, checksum, log_softmax, sample
+from plexrl_worker.engine.fake_model import FakeDeployment, Sampled, checksum, log_softmax, sample
 from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
@@ -90,6 +91,7 @@ class FakeEngine:
         self._faults = Faults(config.get("plexrl_fake", []))
         self._deployments: dict[str, FakeDeployment] = {}
         self._holds_device = True
+        self._parked: dict[str, Sampled] = {}
         self._faults.strike("start", None)
 
     def describe(self) -> EngineDescription:
@@ -212,6 +214,7 @@ class FakeEngine:
     def drop(self, deployment_id: str) -> None:
         """See port.Engine."""
         self._deployments.pop(deployment_id, None)
+        self._parked = {name: parked for name, parked in self._parked.items() if parked.deployment_id != deployment_id}
 
     def acquire_device(self) -> None:
         """See port.Engine."""
@@ -228,9 +231,15 @@ class FakeEngine:
         return DeviceRelease(released, anonymous_bytes())
 
     def generate(
-        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+        self,
+        deployment_id: str,
+        weights_version: int,
+        prompts: TokenBatch,
+        params: SamplingParams,
+        control: Control,
+        execution: str = "",
     ) -> Generation:
-        """See port.Engine."""
+        """See port.Engine. It yields between completions."""
         deployment = self._on_device(deployment_id, "generate", None)
         self._rollout(deployment, weights_version, "generate")
         losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
@@ -240,28 +249,36 @@ class FakeEngine:
         self._faults.strike("generate", control)
         row_after = partial(deployment.rollout_row, vocab_size=self._vocab_size)
         last_tokens = [int(prompts.token_ids[end - 1]) for end in accumulate(prompts.lengths.tolist())]
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        lengths, reasons = [], []
+        sampled = self._parked.pop(execution, None)
+        if sampled is None or (sampled.deployment_id, sampled.weights_version) != (deployment_id, weights_version):
+            sampled = Sampled(deployment_id, weights_version)
         total = len(last_tokens) * params.n
-        for index in range(total):
+        for index in range(len(sampled.lengths), total):
             if control.aborted():
                 raise Aborted("generate was aborted")
+            if execution and control.yielding():
+                self._parked[execution] = sampled
+                raise Yielded(f"{index} of {total} completions are sampled, and kept")
+            self._faults.strike(f"completion-{index}", control)
             prompt_index, completion_index = divmod(index, params.n)
             seed = completion_seed(params.seed, prompt_index, completion_index)
             ids, scores, reason = sample(row_after, last_tokens[prompt_index], params, seed)
-            token_ids += ids
-            logprobs += scores
-            lengths.append(len(ids))
-            reasons.append(reason)
+            sampled.token_ids += ids
+            sampled.logprobs += scores
+            sampled.lengths.append(len(ids))
+            sampled.reasons.append(reason)
             control.progress(index + 1, total)
         return Generation(
-            token_ids=np.array(token_ids, np.int32),
-            lengths=np.array(lengths, np.int32),
-            logprobs=np.array(logprobs if params.logprobs else [], np.float32),
-            finish_reasons=tuple(reasons),
+            token_ids=np.array(sampled.token_ids, np.int32),
+            lengths=np.array(sampled.lengths, np.int32),
+            logprobs=np.array(sampled.logprobs if params.logprobs else [], np.float32),
+            finish_reasons=tuple(sampled.reasons),
             weights_version=weights_version,
         )
+
+    def forget_execution(self, execution: str) -> None:
+        """See port.Engine."""
+        self._parked.pop(execution, None)
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""

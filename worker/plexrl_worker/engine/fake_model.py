@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -56,6 +57,18 @@ class FakeDeployment:
             table = self.table(Component.ROLLOUT_WEIGHTS, vocab_size)
             row = self._rollout_rows[token] = log_softmax(table[token][None])[0]
         return row
+
+
+@dataclass
+class Sampled:
+    """Completions of a generate that gave way."""
+
+    deployment_id: str
+    weights_version: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    reasons: list[FinishReason] = field(default_factory=list)
 
 
 def checksum(raw: ByteArray) -> int:
