@@ -47,8 +47,8 @@ demo-smollm2: $(INSTALLED) ## the same with a real pretrained LLM, SmolLM2-135M 
 	@$(BIN)/plexrl demo --smollm2 --out out/demo-smollm2
 
 .PHONY: test
-test: $(INSTALLED) ## all tests, the quick ones first
-	@$(BIN)/python -m pytest -q
+test: $(INSTALLED) ## all tests, the quick ones first, two files at a time
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-unit
 test-unit: $(INSTALLED) ## the unit tests alone (seconds)
@@ -129,6 +129,10 @@ plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an 
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap
+
+.PHONY: bench-waiting-bridge
+bench-waiting-bridge: $(INSTALLED) ## agents' sleeps as idle hints: on, off and wrong, live and simulated (45 minutes; ENGINE_OF=vllm: the real engine)
+	@$(BIN)/python -m benchmarks.bridge --engine $(or $(ENGINE_OF),fake) --out out/bench-waiting-bridge
 
 .PHONY: soak
 soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least

@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
@@ -58,6 +58,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("history-days", "days for which ended jobs, events and device intervals can be looked at", "30")
     flag("s3-endpoint", "URL of an S3-compatible service that is not AWS; keys come from the AWS_* variables")
     flag("policy", f"scheduling policy: {', '.join(POLICIES)}", Policy().order.value)
+    flag("chunk-s", "seconds after which a long call yields to jobs that wait", f"{Policy().chunk_s:g}")
     flag("tenant-device-hours", "device hours that each tenant may use a day; unlimited unless given")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
     flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")
@@ -96,7 +97,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         s3_endpoint=args.s3_endpoint,
         tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
         history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
-        policy=POLICIES[args.policy],
+        policy=replace(POLICIES[args.policy], chunk_s=_number(args.chunk_s, "--chunk-s", 0.1)),
         tenant_quota=_quota(args.tenant_device_hours),
         recovery=RecoveryPolicy(
             replay_s=_number(args.snapshot_replay_s, "--snapshot-replay-s", 0.0),

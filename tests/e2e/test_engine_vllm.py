@@ -231,8 +231,13 @@ def test_parked_models_and_checkpoints_outlive_a_killed_engine(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "error", "says"),
     [
-        ({**QWEN3, "architectures": ["A", "B"]}, InvalidArgument, "exactly one"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, Unsupported, "after its output layer"),
+        pytest.param({**QWEN3, "architectures": ["A", "B"]}, InvalidArgument, "exactly one", marks=pytest.mark.long),
+        pytest.param(
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            Unsupported,
+            "after its output layer",
+            marks=pytest.mark.long,
+        ),
         ({**QWEN3, "head_dim": 16}, Unsupported, "heads of size 16 are not offered on CPU: want one of 32, 64"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.soak import BOUND_BYTES, lines_of, soak
 from benchmarks.worker_process import qwen3, running
 
 
+@pytest.mark.long
 async def test_forty_swaps_leave_every_process_within_its_bound(tmp_path: Path) -> None:
     """Host memory holds two of the three models, so that swaps go through the disk as well."""
     config = qwen3(128, 2)

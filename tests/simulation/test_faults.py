@@ -12,9 +12,10 @@ import pytest
 
 from plexrl.v1 import types_pb2, worker_pb2
 from plexrl_controller.api.auth import Identity
-from plexrl_controller.dispatch import reports, workers
+from plexrl_controller.dispatch import reports, views, workers
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Ledger
+from plexrl_controller.dispatch.readiness import ready_calls
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallState
 from plexrl_controller.store.memory import MemoryStore
@@ -165,6 +166,21 @@ def test_it_sees_orders_that_are_not_sent_again(monkeypatch: pytest.MonkeyPatch)
         pass
 
     monkeypatch.setattr(workers, "_send_again", nothing)
+    caught("hangs")
+
+
+def test_it_sees_a_call_that_yielded_and_is_never_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which also shows that calls yield here."""
+    real = ready_calls
+
+    def without_yielded(ledger: Ledger, model: Any, now: float) -> Any:
+        return tuple(
+            ready
+            for ready in real(ledger, model, now)
+            if (call := ledger.calls.get(ready.call_id)) is None or call.state is not CallState.YIELDED
+        )
+
+    monkeypatch.setattr(views, "ready_calls", without_yielded)
     caught("hangs")
 
 

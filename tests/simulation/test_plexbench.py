@@ -6,30 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from plexrl_controller.simulation.plexbench import traces
+from plexrl_controller.simulation.plexbench import ablation, traces
 from plexrl_controller.simulation.plexbench.report import COLUMNS, write_json, write_markdown
-from plexrl_controller.simulation.plexbench.rows import interval, summarise
+from plexrl_controller.simulation.plexbench.rows import Runner, interval, summarise
 from plexrl_controller.simulation.plexbench.suite import SIZES, Size, run
 from plexrl_controller.simulation.plexbench.traces import Trace
 
 MINIATURE = Size(
     "miniature",
     reps=1,
-    group_iterations=10,
+    group_iterations=6,
     exact_iterations=2,
-    traces=(Trace(64, 1.2, 2.5 * 3600.0, 8.0),),
-    ablation=Trace(64, 1.2, 2.5 * 3600.0, 5.0, complete=False),
+    traces=(Trace(64, 1.2, 2.5 * 3600.0, 5.0),),
+    ablation=Trace(64, 1.2, 2.5 * 3600.0, 5.0),
     scales=((8, 1.0, False),),
 )
 
 
 @pytest.mark.timeout(300)
 def test_a_miniature_run_has_every_table_column_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("all on (B10)", "prefetch off")
-    monkeypatch.setattr(traces, "LEVERS", {name: traces.LEVERS[name] for name in (*few, "consolidated tails off")})
-    monkeypatch.setattr(traces, "MARGINS", (0.05,))
+    few = (ablation.ALL_ON, "consolidated tails off")
+    monkeypatch.setattr(ablation, "ON_TRACES", {name: ablation.ON_TRACES[name] for name in few})
+    monkeypatch.setattr(traces, "MARGINS", (1 / 3,))
     shown: set[str] = set()
-    report = run(MINIATURE, 1, lambda table, done, total: shown.add(table))
+    with Runner(1, lambda table, done, total: shown.add(table)) as runner:
+        report = run(MINIATURE, runner)
     assert {"T1", "T2", "T3", "T4", "T5", "T6"} <= set(report["tables"])
     for name, columns in COLUMNS.items():
         rows = report["tables"][name.split()[0]]

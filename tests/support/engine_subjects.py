@@ -27,6 +27,9 @@ class Patient:
     def aborted(self) -> bool:
         return False
 
+    def yielding(self) -> bool:
+        return False
+
     def progress(self, done: int, total: int) -> None:
         self.heard.append((done, total))
 
@@ -39,6 +42,17 @@ class Impatient(Patient):
         self.patience = patience
 
     def aborted(self) -> bool:
+        return len(self.heard) >= self.patience
+
+
+class Courteous(Patient):
+    """A Control that gives way once `patience` progress reports were heard."""
+
+    def __init__(self, patience: int = 1) -> None:
+        super().__init__()
+        self.patience = patience
+
+    def yielding(self) -> bool:
         return len(self.heard) >= self.patience
 
 

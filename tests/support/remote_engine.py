@@ -105,6 +105,7 @@ class RemoteEngine:
         prompts: port.TokenBatch,
         params: port.SamplingParams,
         control: port.Control,
+        execution: str = "",
     ) -> port.Generation:
         spec = t.GenerateSpec(
             prompts=_batch(prompts),
@@ -120,7 +121,7 @@ class RemoteEngine:
                 logprobs=params.logprobs,
             ),
         )
-        result = self._run(lambda: self.process.generate(deployment_id, spec, weights_version), control)
+        result = self._run(lambda: self.process.generate(deployment_id, spec, weights_version, execution), control)
         token_ids, lengths = wire.batch_arrays(result.completions, min_length=0)
         return port.Generation(
             token_ids,
@@ -129,6 +130,9 @@ class RemoteEngine:
             tuple(_REASONS[reason] for reason in result.finish_reasons),
             result.weights_version,
         )
+
+    def forget_execution(self, execution: str) -> None:
+        self._run(lambda: self.process.forget_execution(execution))
 
     def score(self, deployment_id: str, batch: port.TokenBatch, control: port.Control) -> port.Float32Array:
         spec = t.ScoreSpec(batch=_batch(batch))
@@ -219,6 +223,8 @@ class RemoteEngine:
         control.progress(done, total)
         if control.aborted():
             call.abort()
+        if control.yielding():
+            call.give_way()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

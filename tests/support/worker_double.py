@@ -74,6 +74,7 @@ class WorkerDouble:
             losses=list(range(1, 6)),  # type: ignore[arg-type]
             device_state_bytes=device_state_bytes,
             host_state_bytes=1 << 30,
+            yields=True,
         )
 
     def announcement(self) -> Announcement:
@@ -147,6 +148,13 @@ class WorkerDouble:
                 self._swap(order.swap_weights, report)
             case "run_call":
                 return self._run_call(order)
+            case "yield_call":
+                report.call.CopyFrom(order.yield_call.call)
+                outcome = self.outcomes.get((report.call.call_id, report.call.attempt))
+                if outcome is not None:
+                    report.finished.CopyFrom(outcome)
+                else:
+                    report.yielded.SetInParent()
             case _:
                 report.finished.SetInParent()
         return [report]
@@ -296,6 +304,12 @@ class TransportDouble:
         for order in orders:
             if order.WhichOneof("action") == "abort":
                 self._abort(double, order)
+            elif order.WhichOneof("action") == "yield_call":
+                # What is queued gives way at once; a generate that runs would at its next step.
+                mine = [o for o in double.queue if o.HasField("run_call") and o.run_call.call == order.yield_call.call]
+                for queued in mine:
+                    double.queue.remove(queued)
+                double.queue.appendleft(order)
             else:
                 double.queue.append(order)
 

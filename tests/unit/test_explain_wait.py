@@ -35,7 +35,7 @@ def test_each_cause_has_its_sentence() -> None:
     assert busy == WaitReason(JobId("other"), f"runs 2 call(s), 4.0 s into a slice of 10.0 s; 1 job(s) wait, {PLACE}")
     resident = why(group(ME, job("other", NOW), serving="other"))
     assert resident == WaitReason(JobId("other"), f"is 4.0 s into a slice of 10.0 s; 1 job(s) wait, {PLACE}")
-    stalled = job("other", None, last_finish=NOW - 1.0, round_trip_s=2.0)
+    stalled = job("other", None, last_finish=NOW - 1.0, round_trip_s=4.0)
     held = why(group(ME, stalled, serving="other"))
     assert held.text.startswith("stalls, and the group is held for it for 1.00 s more (ski_rental)")
     poorer = why(group(ME, job("other", NOW, attained_s=20.0)))

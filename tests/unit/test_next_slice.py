@@ -149,9 +149,9 @@ def test_the_resident_job_goes_on_within_its_quantum_and_not_beyond() -> None:
 
 
 def test_a_short_stall_keeps_the_group_and_a_stated_long_one_gives_it_away() -> None:
-    """The ski-rental rule: wait as long as a round trip costs, unless the job says that it will be idle for longer."""
+    """The ski-rental rule: wait as long as one move costs, unless the job says that it will be idle for longer."""
     other = job("b", 4.0)
-    stalled = job("a", on_device=True, last_finish=NOW - 0.1, round_trip_s=1.0)
+    stalled = job("a", on_device=True, last_finish=NOW - 0.1, round_trip_s=2.0)
     held = decide(group(stalled, other, serving="a"), Policy())
     assert isinstance(held, Hold)
     assert held.job_id == "a"
@@ -291,7 +291,7 @@ def test_a_heavier_job_waits_less_for_its_turn() -> None:
 
 
 def test_learned_stalls_shorten_or_lengthen_the_hold_by_as_much_as_they_are_trusted() -> None:
-    stalled = job("a", on_device=True, last_finish=NOW, round_trip_s=4.0)
+    stalled = job("a", on_device=True, last_finish=NOW, round_trip_s=8.0)
     other, policy = job("b", 4.0), Policy(trust=0.5)
     for expected_s, until in ((None, 4.0), (1.0, 8.0), (100.0, 2.0)):
         held = decide(group(replace(stalled, expected_stall_s=expected_s), other, serving="a"), policy)

@@ -16,7 +16,8 @@ MAX_OUTCOME_BYTES = 256 * 1024 * 1024
 class Attempt:
     """One execution: on its way while `outcome` is None.
 
-    stop: ends it as soon as can be, for a reason. end: says now that it ended, whatever it still does.
+    stop: ends it as soon as can be, for a reason. end: says now that it ended, whatever it still does. give_way: parks
+    it at its next step.
     """
 
     call_id: str
@@ -25,7 +26,10 @@ class Attempt:
     model_id: str
     stop: Callable[[WorkerError], None]
     end: Callable[[WorkerError], None]
+    give_way: Callable[[], None] = lambda: None
     outcome: w.OrderFinished | None = None
+    parked: bool = False
+    """It gave way: it is here, and waits to be ordered again."""
 
 
 class AttemptLog:

@@ -85,6 +85,13 @@ class Execution:
         if self.running is not None:
             self.running.abort()
 
+    def give_way(self) -> bool:
+        """Has it stop at its next step; False where nothing of it is with the engine, so that it need not."""
+        if self.running is None:
+            return False
+        self.running.give_way()
+        return True
+
     async def follow(self, call: EngineCall[T]) -> T:
         """Awaits an engine's call, as the one that is stopped and that progress is heard from."""
         call.on_progress = self.on_progress
@@ -97,7 +104,20 @@ class Execution:
             self.running = None
 
 
-Outcome = t.GenerateResult | WorkerError
+@dataclass(frozen=True)
+class GaveWay:
+    """A generate was parked: units done, and units in all, 0 where that is not known."""
+
+    done: int
+    total: int
+
+
+Outcome = t.GenerateResult | WorkerError | GaveWay
+
+
+def execution_name(order: w.RunCallOrder) -> str:
+    """What a call's execution is called in its engine while it is parked."""
+    return f"{order.call.call_id}/{order.call.attempt}"
 
 
 class CallRunner:
@@ -155,7 +175,8 @@ class CallRunner:
         self._host.residency.require_on_device(order.model_id)
         if deployment.attached is None:
             raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
-        call = deployment.attached.generate(order.model_id, order.spec.generate, order.weights_version)
+        name = execution_name(order)
+        call = deployment.attached.generate(order.model_id, order.spec.generate, order.weights_version, name)
         call.on_progress = execution.on_progress
         execution.running = call
         return call
@@ -166,6 +187,8 @@ class CallRunner:
             outcome: Outcome
             try:
                 outcome = await call
+            except engine_errors.Yielded:
+                outcome = GaveWay(call.done_units, call.total_units)
             except engine_errors.EngineError as error:
                 outcome = self._host.engine_failed(call.process, error, execution.journal)
             finally:
@@ -206,9 +229,6 @@ class CallRunner:
         order, spec, model_id = execution.order, execution.order.spec, deployment.model_id
         follow = execution.follow
         match spec.WhichOneof("function"):
-            case "generate":
-                generated = await follow(process.generate(model_id, spec.generate, order.weights_version))
-                return t.CallResult(generate=generated)
             case "score":
                 scored = await follow(process.score(model_id, spec.score))
                 return t.CallResult(score=scored)

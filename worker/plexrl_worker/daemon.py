@@ -173,8 +173,8 @@ class WorkerDaemon:
         )
 
     def known_models(self) -> set[str]:
-        """Models that are here."""
-        return set(self._host.model_ids())
+        """Models that are here, but for those that a queued order places or drops anyway."""
+        return set(self._host.model_ids()) - self._desk.placing()
 
     async def drop_models(self, model_ids: set[str]) -> None:
         """These models do not belong here."""
@@ -201,6 +201,7 @@ class WorkerDaemon:
             host_state_bytes=self.settings.host_state_bytes,
             disk_state_bytes=self.settings.disk_state_bytes,
             prefetch=True,
+            yields=True,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,

@@ -176,6 +176,12 @@ class ModelHost:
         """Whether this worker's end would cost state: its own disk may not hold all."""
         return not self.tiers.all_fit_disk and any(not d.state_lost for d in self._deployments.values())
 
+    def forget_execution(self, model_id: str, name: str) -> None:
+        """Has a model's engine give up what a parked execution has sampled; both may be gone."""
+        deployment = self._deployments.get(model_id)
+        if deployment is not None and deployment.attached is not None and deployment.attached.death is None:
+            deployment.attached.forget_execution(name)
+
     # Orders.
 
     async def drop(self, model_id: str, journal: Journal) -> None:

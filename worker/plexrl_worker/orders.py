@@ -1,8 +1,8 @@
 """Takes orders, runs each once in its lane, and reports.
 
 Four lanes, each in order: placement (deploy, drop), which may wait for an engine to start, and device (swap,
-run_call), snapshots and prefetches, which wait for their model's placement only. Abort acts at once. Whatever touches
-the device queues for its lock.
+run_call), snapshots and prefetches, which wait for their model's placement only. Abort and yield act at once.
+Whatever touches the device queues for its lock.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ import structlog
 
 from plexrl import wire
 from plexrl.v1 import registry_pb2 as r
+from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.attempts import Attempt, AttemptLog
-from plexrl_worker.calls import CallRunner, Execution, Outcome
+from plexrl_worker.calls import CallRunner, Execution, GaveWay, Outcome, execution_name
 from plexrl_worker.engine.client import ProgressListener
 from plexrl_worker.errors import (
     Cancelled,
@@ -138,6 +139,10 @@ class OrderDesk:
         await self._host.drop_all(Journal())
         self._outbox.clear()
 
+    def placing(self) -> set[str]:
+        """Models with a deployment or a drop queued or running."""
+        return set(self._placing)
+
     async def drop_models(self, model_ids: set[str]) -> None:
         """Drops models that no longer belong here, behind the placements that are queued."""
         for model_id in model_ids:
@@ -167,6 +172,8 @@ class OrderDesk:
                 self._queue(self._prefetch_lane, work, [order.prefetch.model_id])
             case "abort":
                 self._abort(work)
+            case "yield_call":
+                self._yield(work)
             case _:
                 raise InvalidOrder("order.action: not set, want one of the actions of Order")
 
@@ -178,10 +185,11 @@ class OrderDesk:
         if known is not None and known.outcome is not None:
             work.sink(self._finished(work, known.outcome))
             return
-        if known is not None:
+        if known is not None and not known.parked:
             known.order_id = work.order.order_id
             return
-        if older := self._attempts.running(order.call.call_id):
+        # One that is parked goes on as a new piece of work under the same name.
+        if known is None and (older := self._attempts.running(order.call.call_id)):
             older.stop(_NOT_WANTED)
         work.execution = Execution(
             order,
@@ -196,6 +204,7 @@ class OrderDesk:
             model_id=order.model_id,
             stop=lambda reason: self._stop(work, reason),
             end=lambda reason: self._end_call(work, w.OrderFinished(error=to_status(reason))),
+            give_way=lambda: self._give_way(work),
         )
         self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
@@ -206,7 +215,9 @@ class OrderDesk:
         assert work.attempt is not None
         work.stopped = reason
         work.execution.abort()
-        if not work.execution.begun:
+        if work.attempt.parked:
+            self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
+        if work.attempt.parked or not work.execution.begun:
             work.attempt.end(reason)
 
     def _refuse(self, work: Work, reason: WorkerError) -> None:
@@ -247,6 +258,61 @@ class OrderDesk:
         if attempt is not None and attempt.number == call.attempt:
             attempt.stop(_NOT_WANTED)
         work.sink(self._finished(work, w.OrderFinished()))
+
+    def _yield(self, work: Work) -> None:
+        call = work.order.yield_call.call
+        attempt = self._attempts.find(call)
+        if attempt is None:
+            # Nothing of it is here: it begins when it is ordered.
+            self._say_of(work, call, yielded=w.OrderYielded())
+        elif attempt.outcome is not None:
+            self._say_of(work, call, finished=attempt.outcome)
+        else:
+            attempt.give_way()
+        work.sink(self._finished(work, w.OrderFinished()))
+
+    def _give_way(self, work: Work) -> None:
+        """Has a generate stop at its next step; what is queued or parked has stopped already."""
+        assert work.execution is not None
+        assert work.attempt is not None
+        if not _generates(work) or work.stopped is not None:
+            return
+        if work.attempt.parked:
+            work.sink(self._report(work, yielded=w.OrderYielded()))
+        elif not work.execution.give_way() and not work.execution.begun:
+            self._park(work, GaveWay(0, 0))
+
+    def _park(self, work: Work, gave_way: GaveWay) -> None:
+        """A generate waits to be ordered again. One that was stopped meanwhile ends."""
+        assert work.execution is not None
+        assert work.attempt is not None
+        work.execution.end()
+        work.attempt.parked = True
+        if work.stopped is not None:
+            self._stop(work, work.stopped)
+            return
+        report = self._finished(work, w.OrderFinished())
+        report.yielded.CopyFrom(w.OrderYielded(done=gave_way.done, total=gave_way.total))
+        work.sink(report)
+
+    def _say_of(
+        self,
+        work: Work,
+        call: r.CallAttempt,
+        *,
+        yielded: w.OrderYielded | None = None,
+        finished: w.OrderFinished | None = None,
+    ) -> None:
+        """Says again how a call stands that another order is about."""
+        work.sink(
+            w.Report(
+                order_id=work.order.order_id,
+                worker_incarnation=work.order.worker_incarnation,
+                call=call,
+                yielded=yielded,
+                finished=finished,
+            )
+        )
 
     def _abort_calls_of(self, model_id: str) -> None:
         for attempt in self._attempts.all_running():
@@ -314,7 +380,10 @@ class OrderDesk:
             work = works.pop(id(execution))
             if isinstance(outcome, Cancelled) and work.stopped is not None:
                 outcome = work.stopped
-            self._end_call(work, _generated(outcome))
+            if isinstance(outcome, GaveWay):
+                self._park(work, outcome)
+            else:
+                self._end_call(work, _generated(outcome))
 
         if (execution := self._due(first)) is None:
             return
@@ -328,8 +397,9 @@ class OrderDesk:
                 self._end_call(work, w.OrderFinished(error=to_status(failure)))
 
     def _due(self, work: Work) -> Execution | None:
-        """The execution of a call that has not ended while it was queued."""
-        return work.execution if work.attempt is not None and work.attempt.outcome is None else None
+        """The execution of a call that has neither ended nor given way while it was queued."""
+        attempt = work.attempt
+        return work.execution if attempt is not None and attempt.outcome is None and not attempt.parked else None
 
     async def _outcome(self, work: Work, doing: Awaitable[w.OrderFinished]) -> w.OrderFinished:
         """How an order ended. A fault that no order explains ends this order, not the daemon and all its models."""
@@ -397,6 +467,7 @@ class OrderDesk:
         started: w.OrderStarted | None = None,
         progress: w.OrderProgress | None = None,
         finished: w.OrderFinished | None = None,
+        yielded: w.OrderYielded | None = None,
     ) -> w.Report:
         return w.Report(
             order_id=work.attempt.order_id if work.attempt else work.order.order_id,
@@ -406,6 +477,7 @@ class OrderDesk:
             started=started,
             progress=progress,
             finished=finished,
+            yielded=yielded,
         )
 
     def _tell_of(self, model_ids: set[str]) -> None:
@@ -435,7 +507,7 @@ def _generates(work: Work) -> bool:
     return work.order.HasField("run_call") and work.order.run_call.spec.HasField("generate")
 
 
-def _generated(outcome: Outcome) -> w.OrderFinished:
+def _generated(outcome: t.GenerateResult | WorkerError) -> w.OrderFinished:
     if isinstance(outcome, WorkerError):
         return w.OrderFinished(error=to_status(outcome))
     finished = w.OrderFinished()

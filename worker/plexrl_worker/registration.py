@@ -41,7 +41,7 @@ class Lives(Protocol):
         ...
 
     def known_models(self) -> set[str]:
-        """Models that are here or are being placed here."""
+        """Models that are here and that no queued order places or drops."""
         ...
 
     async def drop_models(self, model_ids: set[str]) -> None:

@@ -387,8 +387,11 @@ class EngineGenerateRequest(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    EXECUTION_FIELD_NUMBER: _builtins.int
     weights_version: _builtins.int
     """The version that the generator must hold."""
+    execution: _builtins.str
+    """Names this execution, so that it can be parked; empty: it cannot."""
     @_builtins.property
     def prompts(self) -> _types_pb2.TokenBatch:
         """The prompts."""
@@ -403,10 +406,11 @@ class EngineGenerateRequest(_message.Message):
         weights_version: _builtins.int = ...,
         prompts: _types_pb2.TokenBatch | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
+        execution: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "sampling", b"sampling", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["execution", b"execution", "prompts", b"prompts", "sampling", b"sampling", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -588,12 +592,18 @@ class EngineRequest(_message.Message):
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     DETACH_HOST_FIELD_NUMBER: _builtins.int
     PRELOAD_FIELD_NUMBER: _builtins.int
+    YIELD_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FORGET_EXECUTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Unique in the life of the child; responses carry it."""
     deployment_id: _builtins.str
     """The deployment; empty where none is meant."""
     abort_request_id: _builtins.int
     """End the running or queued request with this id; not answered itself."""
+    yield_request_id: _builtins.int
+    """Have the running or queued generate with this id give way; not answered itself."""
+    forget_execution: _builtins.str
+    """Forget what a parked execution has sampled, by its name."""
     @_builtins.property
     def start(self) -> Global___EngineStartRequest:
         """Start the engine."""
@@ -700,12 +710,14 @@ class EngineRequest(_message.Message):
         write_back: Global___WriteBackRequest | None = ...,
         detach_host: Global___EngineNoArguments | None = ...,
         preload: Global___PreloadRequest | None = ...,
+        yield_request_id: _builtins.int = ...,
+        forget_execution: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "detach_host", b"detach_host", "drop", b"drop", "forget_execution", b"forget_execution", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back", "yield_request_id", b"yield_request_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "detach_host", b"detach_host", "drop", b"drop", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_request_id", b"abort_request_id", "acquire_device", b"acquire_device", "attach_host", b"attach_host", "declare", b"declare", "deployment_id", b"deployment_id", "detach_host", b"detach_host", "drop", b"drop", "forget_execution", b"forget_execution", "forward_backward", b"forward_backward", "function", b"function", "generate", b"generate", "initialize", b"initialize", "load", b"load", "optim_step", b"optim_step", "preload", b"preload", "release_device", b"release_device", "request_id", b"request_id", "save", b"save", "score", b"score", "start", b"start", "state", b"state", "swap_in", b"swap_in", "swap_out", b"swap_out", "sync", b"sync", "write_back", b"write_back", "yield_request_id", b"yield_request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "write_back", "detach_host", "preload"]  # noqa: Y015
+    _WhichOneofReturnType_function: _TypeAlias = _typing.Literal["start", "declare", "initialize", "attach_host", "swap_out", "swap_in", "state", "drop", "acquire_device", "release_device", "generate", "score", "forward_backward", "optim_step", "sync", "save", "load", "abort_request_id", "write_back", "detach_host", "preload", "yield_request_id", "forget_execution"]  # noqa: Y015
     _WhichOneofArgType_function: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_function) -> _WhichOneofReturnType_function | None: ...
 

@@ -67,6 +67,7 @@ class WorkerCapabilities(_message.Message):
     DISK_STATE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_LORA_RANK_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    YIELDS_FIELD_NUMBER: _builtins.int
     device_state_bytes: _builtins.int
     """Bytes of model state that the device may hold at a time, KV cache apart."""
     host_state_bytes: _builtins.int
@@ -87,6 +88,8 @@ class WorkerCapabilities(_message.Message):
     """Highest rank of LoRA adapters; 0 where they are not offered."""
     prefetch: _builtins.bool
     """Whether it takes PrefetchOrder."""
+    yields: _builtins.bool
+    """Whether it takes YieldOrder."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face architecture names, e.g. Qwen3ForCausalLM."""
@@ -125,10 +128,11 @@ class WorkerCapabilities(_message.Message):
         disk_state_bytes: _builtins.int = ...,
         max_lora_rank: _builtins.int = ...,
         prefetch: _builtins.bool = ...,
+        yields: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "max_lora_rank", b"max_lora_rank", "precisions", b"precisions", "prefetch", b"prefetch", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "max_lora_rank", b"max_lora_rank", "precisions", b"precisions", "prefetch", b"prefetch", "threads", b"threads", "yields", b"yields"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -388,6 +388,33 @@ class AbortOrder(_message.Message):
 Global___AbortOrder: _TypeAlias = AbortOrder  # noqa: Y015
 
 @_typing.final
+class YieldOrder(_message.Message):
+    """Stop a generate at its next step and keep what it has sampled; its report is `yielded`, or `finished` if it had ended. It
+    goes on when it is ordered again, with the same attempt. What cannot be parked (an adapter's call) goes on to its end.
+    Says the same again of a call that has yielded or ended; of an unknown one it says that it has yielded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def call(self) -> _registry_pb2.CallAttempt:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        call: _registry_pb2.CallAttempt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___YieldOrder: _TypeAlias = YieldOrder  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     """One order."""
 
@@ -404,6 +431,7 @@ class Order(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     EXPIRE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    YIELD_CALL_FIELD_NUMBER: _builtins.int
     order_id: _builtins.int
     """Unique in the term; reports carry it."""
     leader_term: _builtins.int
@@ -442,6 +470,10 @@ class Order(_message.Message):
     def prefetch(self) -> Global___PrefetchOrder:
         """Move a parked state up, beside what runs."""
 
+    @_builtins.property
+    def yield_call(self) -> Global___YieldOrder:
+        """Have a generate give way."""
+
     def __init__(
         self,
         *,
@@ -456,12 +488,13 @@ class Order(_message.Message):
         snapshot: Global___SnapshotOrder | None = ...,
         expire_snapshots: Global___ExpireSnapshotsOrder | None = ...,
         prefetch: Global___PrefetchOrder | None = ...,
+        yield_call: Global___YieldOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "yield_call", b"yield_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "leader_term", b"leader_term", "order_id", b"order_id", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "deploy", b"deploy", "drop", b"drop", "expire_snapshots", b"expire_snapshots", "leader_term", b"leader_term", "order_id", b"order_id", "prefetch", b"prefetch", "run_call", b"run_call", "snapshot", b"snapshot", "swap_weights", b"swap_weights", "worker_incarnation", b"worker_incarnation", "yield_call", b"yield_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort", "snapshot", "expire_snapshots", "prefetch"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["deploy", "drop", "swap_weights", "run_call", "abort", "snapshot", "expire_snapshots", "prefetch", "yield_call"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -469,7 +502,7 @@ Global___Order: _TypeAlias = Order  # noqa: Y015
 
 @_typing.final
 class ExecuteRequest(_message.Message):
-    """A frame of orders, executed in order; abort acts at once."""
+    """A frame of orders, executed in order; abort and yield act at once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,6 +574,34 @@ class OrderProgress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderProgress: _TypeAlias = OrderProgress  # noqa: Y015
+
+@_typing.final
+class OrderYielded(_message.Message):
+    """Execution stopped at a yield point, or before it began: it goes on when it is ordered again. Should what it had sampled
+    be lost meanwhile, with its engine, it begins anew then, with the same seeds and so the same tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """Units done."""
+    total: _builtins.int
+    """Units in all, 0 if unknown."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderYielded: _TypeAlias = OrderYielded  # noqa: Y015
 
 @_typing.final
 class OrderFinished(_message.Message):
@@ -680,6 +741,7 @@ class Report(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    YIELDED_FIELD_NUMBER: _builtins.int
     INTERVALS_FIELD_NUMBER: _builtins.int
     DEPLOYMENTS_FIELD_NUMBER: _builtins.int
     order_id: _builtins.int
@@ -703,6 +765,10 @@ class Report(_message.Message):
         """Ended."""
 
     @_builtins.property
+    def yielded(self) -> Global___OrderYielded:
+        """run_call: gave way."""
+
+    @_builtins.property
     def intervals(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceInterval]:
         """Device time spent since the last report of this order."""
 
@@ -719,14 +785,15 @@ class Report(_message.Message):
         started: Global___OrderStarted | None = ...,
         progress: Global___OrderProgress | None = ...,
         finished: Global___OrderFinished | None = ...,
+        yielded: Global___OrderYielded | None = ...,
         intervals: _abc.Iterable[_types_pb2.DeviceInterval] | None = ...,
         deployments: _abc.Iterable[_registry_pb2.DeploymentStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "event", b"event", "finished", b"finished", "progress", b"progress", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "event", b"event", "finished", b"finished", "progress", b"progress", "started", b"started", "yielded", b"yielded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "deployments", b"deployments", "event", b"event", "finished", b"finished", "intervals", b"intervals", "order_id", b"order_id", "progress", b"progress", "started", b"started", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "deployments", b"deployments", "event", b"event", "finished", b"finished", "intervals", b"intervals", "order_id", b"order_id", "progress", b"progress", "started", b"started", "worker_incarnation", b"worker_incarnation", "yielded", b"yielded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "progress", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "progress", "finished", "yielded"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -5,6 +5,7 @@ Knows probability; knows nothing of clusters, agents or costs. Chance comes in a
 Times are in seconds, t >= 0. A law's functions take a number or an array and return a float64 array of the same shape.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -61,15 +62,16 @@ class Law(Protocol):
         ...
 
 
-class _Stationary:
+class _Stationary(ABC):
     """What all laws share that do not change between episodes."""
 
     @property
     def mass(self) -> float:
         return 1.0
 
+    @abstractmethod
     def samples(self, generator: np.random.Generator, count: int) -> FloatArray:
-        raise NotImplementedError
+        """float64 [count]."""
 
     def sample(self, generator: np.random.Generator) -> float:
         return float(self.samples(generator, 1)[0])

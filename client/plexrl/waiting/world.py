@@ -38,13 +38,16 @@ class Environment(Protocol):
     tools: Tools
     looks: list[Look]
     """Every look, in order."""
-    held_s: float
-    """Seconds that blocking tools held their caller."""
     started_at_s: dict[tuple[str, str, str], float]
     """By verb, kind and name: the first request that changed something."""
 
     @property
     def now_s(self) -> float: ...
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that blocking tools held their caller."""
+        ...
 
     def advance_to(self, at_s: float) -> None:
         """Lets time pass."""

@@ -53,7 +53,7 @@ def _pending(core: Core, call: Call, name: str, now: float) -> tuple[str, Sequen
         return f"{name} {waited}: WORKER_UNAVAILABLE: {text}", ()
     view = group_view(ledger, worker.worker_id, now)
     why_not = why_waiting(view, call.job_id, now, core.policy)
-    running = [ledger.calls[c] for c in ledger.calls_on_worker[worker.worker_id]]
+    running = ledger.in_flight(worker.worker_id)
     blocking = [c.call_id for c in running if c.tenant == call.tenant][:16]
     if why_not.blocker is None:
         return f"{name} {waited}: GROUP_BUSY: on worker {worker.name} {why_not.text}", blocking

@@ -17,6 +17,7 @@ from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import replay_orders, restore_order
 from plexrl_controller.dispatch.replays import replayed_call
 from plexrl_controller.dispatch.views import group_view
+from plexrl_controller.dispatch.yielding import ask_to_yield, yields_s
 from plexrl_controller.domain.errors import DataLoss, NotFound
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Call, Interval, Worker
@@ -57,6 +58,8 @@ class GroupCycle:
         self._deploy_due()
         while True:
             now = core.clock.now()
+            if (left_s := yields_s(core, self._worker_id, now)) is not None:
+                return left_s
             view = group_view(core.ledger, self._worker_id, now)
             plan = next_slice(view, now, core.policy)
             broken = violations(view, plan)
@@ -74,7 +77,8 @@ class GroupCycle:
                 begin_moves(core, self._worker_id, plan.background)
             match plan.action:
                 case Yield():
-                    raise AssertionError("the view says that calls cannot yield")
+                    ask_to_yield(core, self._worker_id)
+                    return core.policy.chunk_s
                 case Wait():
                     core.ledger.groups[self._worker_id].held_since = None
                     return None
@@ -145,7 +149,7 @@ class GroupCycle:
             spec = record.spec if record is not None else None
             if spec is not None and spec.inline is None:
                 if given_bytes is None:
-                    given_bytes = sum(_argument_bytes(ledger.calls[c]) for c in ledger.calls_on_worker[self._worker_id])
+                    given_bytes = sum(_argument_bytes(c) for c in ledger.in_flight(self._worker_id))
                 given_bytes += spec.size_bytes
                 if given_bytes > MAX_ARGUMENT_BYTES and given_bytes > spec.size_bytes:
                     break
@@ -186,25 +190,31 @@ class GroupCycle:
         if ledger.models[decision.calls[0].model_id].state is ModelState.RECOVERING:
             self._replay(decision, calls, now)
             return
-        on_worker = ledger.calls_on_worker[self._worker_id]
+        in_flight = ledger.in_flight(self._worker_id)
         batch = core.batch()
         orders = self._swaps(decision, worker)
         # A job waits while it has something to run and nothing of it runs.
-        idle, waited_s = not any(ledger.calls[c].job_id == decision.job_id for c in on_worker), 0.0
-        if idle:
+        idle, waited_s = not any(call.job_id == decision.job_id for call in in_flight), 0.0
+        yielded = any(ledger.calls[ready.call_id].state is CallState.YIELDED for ready in calls)
+        if not in_flight:
+            ledger.groups[self._worker_id].chunk_start = now
+        if idle and not yielded:
             learn_return(ledger, self._worker_id, decision.job_id, min(ready.ready_since for ready in calls))
         for ready in calls:
             call = ledger.calls[ready.call_id]
             since = ledger.ready_since.pop(call.call_id, now)
             waited_s = max(waited_s, now - since) if idle else 0.0
-            call = batch.transition(
-                call,
-                CallEvent.DISPATCH,
-                attempt=call.attempt + 1,
-                leader_term=core.term,
-                worker_id=worker.worker_id,
-                worker_incarnation=worker.incarnation,
-            )
+            if call.state is CallState.YIELDED:
+                call = batch.transition(call, CallEvent.CONTINUE, start_time=call.start_time or now)
+            else:
+                call = batch.transition(
+                    call,
+                    CallEvent.DISPATCH,
+                    attempt=call.attempt + 1,
+                    leader_term=core.term,
+                    worker_id=worker.worker_id,
+                    worker_incarnation=worker.incarnation,
+                )
             orders.append(core.orders.run(call, self._spec(call), ready.after_sequence))
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s

@@ -11,8 +11,11 @@ from plexrl_controller.domain.states import IntervalKind
 from plexrl_controller.scheduling.views import Demand
 
 
-def learn_interval(ledger: Ledger, interval: Interval, now: float) -> None:
-    """Device time was spent on a job: on its work, on moving its state, or on waiting for it."""
+def learn_interval(ledger: Ledger, interval: Interval, now: float, *, whole: bool = True) -> None:
+    """Device time was spent on a job: on its work, on moving its state, or on waiting for it.
+
+    whole: with it the call has run to its end; a part of one, which then yielded, says nothing of a call's length.
+    """
     job, group = ledger.jobs.get(interval.job_id), ledger.groups.get(interval.worker_id)
     if job is None or group is None:
         return
@@ -21,8 +24,9 @@ def learn_interval(ledger: Ledger, interval: Interval, now: float) -> None:
         accounts.join(job.job_id, job.tenant, job.weight)
         accounts.charge(job.job_id, seconds, now)
     match interval.kind:
-        case IntervalKind.BUSY if interval.call_kind is not None:
-            group.estimates.service(job.job_id, interval.call_kind, seconds)
+        case IntervalKind.BUSY if interval.call_kind is not None and whole:
+            earlier_s = ledger.ran_s.pop(interval.call_id, 0.0) if interval.call_id is not None else 0.0
+            group.estimates.service(job.job_id, interval.call_kind, earlier_s + seconds)
         case IntervalKind.SWAP_IN | IntervalKind.SWAP_OUT:
             group.estimates.swap(job.job_id, seconds)
         case _:

@@ -58,6 +58,7 @@ class ModelCalls:
 
     sequenced: dict[int, CallId] = field(default_factory=dict)
     pending_generates: OrderedDict[CallId, None] = field(default_factory=OrderedDict)
+    """Those that wait for their turn: those that yielded, then those that have not begun."""
     generates: dict[CallId, int] = field(default_factory=dict)
     """All of them, with the version each needs."""
 
@@ -73,6 +74,10 @@ class GroupState:
     serving: JobId | None = None
     slice_start: float = 0.0
     held_since: float | None = None
+    chunk_start: float = 0.0
+    """When the calls in flight began, or were last asked to yield."""
+    yielding: dict[CallId, None] = field(default_factory=dict)
+    """Calls that were asked to yield and have neither done so nor ended."""
     on_device: set[ModelId] = field(default_factory=set)
     prefetched: ModelId | None = None
     """Ordered to be brought nearer to the device since the last load."""
@@ -138,6 +143,8 @@ class Ledger:
         self.residency: dict[ModelId, tuple[model_pb2.ComponentResidency, ...]] = {}
         self.ready_since: dict[CallId, float] = {}
         self.progress: dict[CallId, tuple[int, int]] = {}
+        self.ran_s: dict[CallId, float] = {}
+        """How long calls that yielded have run so far."""
         self.specs: dict[CallId, types_pb2.CallSpec] = {}
         self._accepting: dict[ModelId, asyncio.Lock] = {}
         self.arriving: dict[ModelId, int] = {}
@@ -207,6 +214,11 @@ class Ledger:
     def accepting(self, model_id: ModelId) -> asyncio.Lock:
         """Held while a call of the model is being accepted."""
         return self._accepting.setdefault(model_id, asyncio.Lock())
+
+    def in_flight(self, worker_id: WorkerId) -> list[Call]:
+        """The calls that a worker is to execute, those that yielded left out."""
+        on_worker = (self.calls[call_id] for call_id in self.calls_on_worker[worker_id])
+        return [call for call in on_worker if call.state in calls.IN_FLIGHT]
 
     def account(self, job_id: JobId) -> Account:
         """Device seconds of a job so far."""
@@ -303,6 +315,8 @@ class Ledger:
             self.calls_of_job.setdefault(call.job_id, OrderedDict())[call.call_id] = None
         if call.kind in REPLAYED and call.state is CallState.SUCCEEDED:
             self.log(call.model_id).put(call)
+        if call.state is CallState.PENDING:
+            self.ran_s.pop(call.call_id, None)
         self.call_by_request[call.job_id, call.request_id] = (call.request_hash, call.call_id)
         index = self.calls_of_model.setdefault(call.model_id, ModelCalls())
         live = call.state not in calls.TERMINAL
@@ -313,8 +327,11 @@ class Ledger:
                 del index.sequenced[call.sequence]
         elif live:
             index.generates[call.call_id] = call.weights_version
-            if call.state is CallState.PENDING:
+            if call.state in (CallState.PENDING, CallState.YIELDED):
                 index.pending_generates[call.call_id] = None
+                if call.state is CallState.YIELDED:
+                    # What has begun ends first: its KV is kept meanwhile.
+                    index.pending_generates.move_to_end(call.call_id, last=False)
             else:
                 index.pending_generates.pop(call.call_id, None)
         else:
@@ -327,7 +344,7 @@ class Ledger:
             else:
                 on_worker.pop(call.call_id, None)
         if not live:
-            for volatile in (self.ready_since, self.progress, self.specs):
+            for volatile in (self.ready_since, self.progress, self.ran_s, self.specs):
                 volatile.pop(call.call_id, None)
 
 

@@ -153,6 +153,12 @@ class OrderBook:
         order.expire_snapshots.snapshot_ids.extend(snapshot_ids)
         return order
 
+    def give_way(self, call: Call) -> worker_pb2.Order:
+        """Have the call's current attempt yield."""
+        order = self._order(call.worker_incarnation)
+        order.yield_call.call.CopyFrom(attempt_of(call))
+        return order
+
     def abort(self, call: Call) -> worker_pb2.Order:
         """Stop the call's current attempt."""
         order = self._order(call.worker_incarnation)

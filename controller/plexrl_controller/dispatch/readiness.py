@@ -70,7 +70,9 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
             since = ledger.ready_since.setdefault(call_id, now)
-            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, expected_s))
+            ran_s = ledger.ran_s.get(call_id, 0.0)
+            left_s = max(0.0, expected_s - ran_s) if expected_s is not None else None
+            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, left_s))
     return found
 
 

@@ -59,7 +59,7 @@ class ReportRecorder:
             for status in report.deployments:
                 self._deployment(batch, worker_id, status)
             for interval in report.intervals:
-                self._interval(batch, worker_id, interval)
+                self._interval(batch, worker_id, interval, whole=report.WhichOneof("event") != "yielded")
             try:
                 self._event(batch, worker_id, report, result)
             except StaleTransition as stale:
@@ -96,10 +96,25 @@ class ReportRecorder:
             case "progress":
                 self._core.ledger.progress[call.call_id] = (report.progress.done, report.progress.total)
                 self._core.hub.publish(call)
+            case "yielded" if call.state in (CallState.DISPATCHED, CallState.RUNNING):
+                self._call_yielded(batch, call, report)
             case "finished" if call.state in call_lifecycle.ON_WORKER:
                 self._call_finished(batch, call, report, result)
             case _:
                 pass
+
+    def _call_yielded(self, batch: Batch, call: Call, report: worker_pb2.Report) -> None:
+        """A call gave way: it is ready again, and what remains of it is less."""
+        ledger = self._core.ledger
+        if (facts := ledger.facts.get(call.job_id)) is not None:
+            facts.last_finish, facts.last_kind = batch.now, call.kind
+        if report.yielded.total:
+            ledger.progress[call.call_id] = (report.yielded.done, report.yielded.total)
+        ledger.ready_since[call.call_id] = batch.now
+        ledger.ran_s[call.call_id] = ledger.ran_s.get(call.call_id, 0.0) + _busy_s(report)
+        if call.worker_id is not None:
+            ledger.groups[call.worker_id].yielding.pop(call.call_id, None)
+        batch.transition(call, CallEvent.YIELD)
 
     def _replayed(self, batch: Batch, report: worker_pb2.Report, result: Payload | None) -> bool:
         """Whether the report is of a call that is executed again: that is told to nobody who watches the call."""
@@ -111,6 +126,8 @@ class ReportRecorder:
 
     def _call_finished(self, batch: Batch, call: Call, report: worker_pb2.Report, result: Payload | None) -> None:
         finished = report.finished
+        if call.worker_id is not None:
+            self._core.ledger.groups[call.worker_id].yielding.pop(call.call_id, None)
         facts = self._core.ledger.facts.get(call.job_id)
         if facts is not None:
             facts.last_finish, facts.last_kind = batch.now, call.kind
@@ -183,9 +200,7 @@ class ReportRecorder:
             end_time=batch.now,
         )
         if call.kind in REPLAYED:
-            busy = [i for i in report.intervals if i.kind == types_pb2.INTERVAL_KIND_BUSY and i.call_id == call.call_id]
-            seconds = sum(interval.end_unix_ns - interval.start_unix_ns for interval in busy) / 1e9
-            ledger.log(call.model_id).measured(call.sequence, seconds)
+            ledger.log(call.model_id).measured(call.sequence, _busy_s(report))
         model = ledger.models[call.model_id]
         if call.kind is CallKind.LOAD_CHECKPOINT:
             # The state is what was loaded: nothing before it will ever be executed again.
@@ -296,7 +311,7 @@ class ReportRecorder:
         note_residency(self._core, worker_id, status)
         note_lost_state(self._core, batch, worker_id, status)
 
-    def _interval(self, batch: Batch, worker_id: WorkerId, interval: types_pb2.DeviceInterval) -> None:
+    def _interval(self, batch: Batch, worker_id: WorkerId, interval: types_pb2.DeviceInterval, *, whole: bool) -> None:
         job_id = JobId(interval.job_id)
         if job_id not in self._core.ledger.jobs:
             return
@@ -314,7 +329,7 @@ class ReportRecorder:
             moved_bytes=interval.moved_bytes,
         )
         batch.interval(measured)
-        learn_interval(self._core.ledger, measured, batch.now)
+        learn_interval(self._core.ledger, measured, batch.now, whole=whole)
 
 
 def note_lost_state(core: Core, batch: Batch, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:
@@ -342,6 +357,16 @@ def note_lost_state(core: Core, batch: Batch, worker_id: WorkerId, status: regis
         # What killed the engine may do so each time: the replay's own report counts that, and begins anew.
         return
     lose_model_state(batch, model, "its worker lost the newest copy: the engine died, or a parked one was damaged")
+
+
+def _busy_s(report: worker_pb2.Report) -> float:
+    """Device time that a report says its call has run."""
+    busy = [
+        interval
+        for interval in report.intervals
+        if interval.kind == types_pb2.INTERVAL_KIND_BUSY and interval.call_id == report.call.call_id
+    ]
+    return sum(interval.end_unix_ns - interval.start_unix_ns for interval in busy) / 1e9
 
 
 def _has_result(report: worker_pb2.Report) -> bool:

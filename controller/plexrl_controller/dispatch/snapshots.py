@@ -96,7 +96,7 @@ def snapshot_ended(core: Core, batch: Batch, ordered: Snapshot, finished: worker
 def may_stop(core: Core, worker_id: WorkerId) -> bool:
     """Whether a worker that was asked to stop has run its calls and saved its models, as far as it can."""
     ledger = core.ledger
-    if not ledger.groups[worker_id].stopping or ledger.calls_on_worker[worker_id]:
+    if not ledger.groups[worker_id].stopping or ledger.in_flight(worker_id):
         return False
     under_way = [
         model_id

@@ -9,7 +9,7 @@ from plexrl_controller.dispatch.readiness import ready_calls
 from plexrl_controller.dispatch.replays import replays_in_flight
 from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
 from plexrl_controller.domain.records import Worker
-from plexrl_controller.domain.states import CallKind, WorkerState
+from plexrl_controller.domain.states import CallKind, CallState, WorkerState
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.scheduling.views import (
     ClusterView,
@@ -30,11 +30,15 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     worker, group = ledger.workers[worker_id], ledger.groups[worker_id]
     in_flight: dict[JobId, int] = {}
     left_s: dict[JobId, float] = {}
-    for call_id in ledger.calls_on_worker[worker_id]:
-        call = ledger.calls[call_id]
-        in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
+    yields = False
+    for call in ledger.in_flight(worker_id):
         expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
+        if call.job_id not in in_flight:
+            # Calls run one after the other: the first has run since the chunk began.
+            expected_s = max(0.0, expected_s - ledger.ran_s.get(call.call_id, 0.0) - (now - group.chunk_start))
+        in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
         left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
+        yields = yields or (call.kind is CallKind.GENERATE and call.state is not CallState.CANCELLING)
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:
         model = ledger.models[model_id]
@@ -86,6 +90,8 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         jobs=tuple(jobs),
         serving=group.serving,
         slice_start=group.slice_start,
+        can_yield=capabilities.yields and yields,
+        chunk_start=group.chunk_start,
         background_moves=capabilities.prefetch,
     )
 

@@ -116,6 +116,8 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
     group.prefetched = None
+    group.yielding.clear()
+    group.chunk_start = core.clock.now()
     lost = core.batch()
     for deployment in status.deployments:
         note_residency(core, worker_id, deployment)
@@ -151,6 +153,9 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
     calls = [ledger.calls[c] for c in ledger.calls_on_worker[worker_id]]
     orders: list[worker_pb2.Order] = []
     for call in sorted(calls, key=lambda c: (c.sequence, c.create_time)):
+        if call.state is CallState.YIELDED:
+            # It goes on when its turn comes. Whether the worker still has what it sampled changes nothing but time.
+            continue
         earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
         after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
         orders.append(core.orders.run(call, await core.spec(call), after))

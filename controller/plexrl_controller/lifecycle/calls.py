@@ -24,6 +24,8 @@ class CallEvent(Enum):
 
 TERMINAL = frozenset({S.SUCCEEDED, S.FAILED, S.CANCELLED, S.EXPIRED})
 ON_WORKER = frozenset({S.DISPATCHED, S.RUNNING, S.YIELDED, S.CANCELLING})
+IN_FLIGHT = frozenset({S.DISPATCHED, S.RUNNING, S.CANCELLING})
+"""The worker is to execute it: a call that yielded is there too, and waits for its turn like a pending one."""
 _ENDED_BADLY = (Effect.DELIVER, Effect.FAIL_SUCCESSORS, Effect.WAKE_GROUP)
 
 MACHINE: Machine[Call, S, CallEvent] = Machine(
@@ -35,8 +37,15 @@ MACHINE: Machine[Call, S, CallEvent] = Machine(
     transitions=(
         row(CallEvent.DISPATCH, [S.PENDING], S.DISPATCHED, Effect.SEND_ORDER, note="a new attempt is committed"),
         row(CallEvent.START, [S.DISPATCHED], S.RUNNING, Effect.DELIVER),
-        row(CallEvent.YIELD, [S.RUNNING], S.YIELDED, Effect.WAKE_GROUP),
-        row(CallEvent.CONTINUE, [S.YIELDED], S.RUNNING),
+        row(
+            CallEvent.YIELD,
+            [S.DISPATCHED, S.RUNNING],
+            S.YIELDED,
+            Effect.DELIVER,
+            Effect.WAKE_GROUP,
+            note="it gave way to another job; one that was given ahead need not have begun",
+        ),
+        row(CallEvent.CONTINUE, [S.YIELDED], S.RUNNING, Effect.DELIVER, Effect.SEND_ORDER, note="the same attempt"),
         row(
             CallEvent.SUCCEED,
             [S.DISPATCHED, S.RUNNING, S.CANCELLING],

@@ -1,7 +1,7 @@
 """Which job a worker group serves next, with which calls, and what moves meanwhile. Pure; O(jobs of the group).
 
 Order of the rules: calls in flight finish their chunk; jobs that starve are served in turn; the resident job goes on
-within its quantum; the group is kept for a job whose stall is likely shorter than a round-trip swap; then the order.
+within its quantum; the group is kept for a job whose stall is likely shorter than one move; then the order.
 """
 
 from collections.abc import Sequence
@@ -82,14 +82,17 @@ def hold_until(job: JobView, now: float, policy: Policy) -> float:
 
 
 def _rental_s(job: JobView, now: float, policy: Policy) -> float:
-    """How long the group is kept after a job's last call before giving it away is the better bet."""
-    swap_s = job.round_trip_s
+    """How long the group is kept after a job's last call before giving it away is the better bet.
+
+    Giving it away costs one move: the move back is the price of the job's next turn, whoever has the group before.
+    """
+    move_s = job.round_trip_s / 2
     if policy.use_hints and job.idle_until is not None and job.idle_until > job.last_finish:
         # The job's own statement: either nothing is gained by waiting, or it is nearly back.
-        return 0.0 if job.idle_until - now > swap_s else swap_s / policy.trust
+        return 0.0 if job.idle_until - now > move_s else move_s / policy.trust
     if policy.use_learned_stalls and job.expected_stall_s is not None:
-        return swap_s * policy.trust if job.expected_stall_s > swap_s else swap_s / policy.trust
-    return swap_s
+        return move_s * policy.trust if job.expected_stall_s > move_s else move_s / policy.trust
+    return move_s
 
 
 def _free(

@@ -186,7 +186,7 @@ class _Search:
         self._policy = policy
         self._taken = taken
         self._elsewhere_wait_s = elsewhere_wait_s
-        self._limit = request.slowdown_target - policy.slowdown_margin
+        self._limit = policy.promised(request.slowdown_target)
         self._counts: dict[Blocker, int] = {}
         self._texts: dict[Blocker, list[str]] = {}
         self._cold = wanted.demand is None and policy.cold_spread
@@ -263,7 +263,7 @@ class _Search:
             # A cheap necessary condition first: nobody runs faster than the group's capacity allows.
             share = load + wanted.demand.busy_share
             if share > self._limit:
-                return Blocker.SLOWDOWN, f"{share:.2f} of its time would be asked for, the target is {self._limit:g}"
+                return Blocker.SLOWDOWN, f"{share:.2f} of its time would be asked for, at most {self._limit:.2f} may be"
         return None
 
     def _hardware_misfit(self, hardware: Hardware) -> _Misfit | None:
@@ -320,9 +320,12 @@ class _Search:
         elsewhere = [*[m.elsewhere_wait_s for m in group.members], self._elsewhere_wait_s]
         for index, slowdown in enumerate(prediction.slowdowns):
             total = slowdown + elsewhere[index] / demands[index].iteration_s
-            if total > targets[index] - self._policy.slowdown_margin:
+            if total > self._policy.promised(targets[index]):
                 who = f"member {group.members[index].job_id}" if index < len(group.members) else "the job"
-                return Blocker.SLOWDOWN, f"{who} would run {total:.2f} times slower, its target is {targets[index]:g}"
+                may = (
+                    f"its target is {targets[index]:g}, at most {self._policy.promised(targets[index]):.2f} is promised"
+                )
+                return Blocker.SLOWDOWN, f"{who} would run {total:.2f} times slower, {may}"
         return None
 
     def _eats_gain(self, group: PlacedGroupView, demands: Sequence[Demand], prediction: Prediction) -> _Misfit | None:

@@ -20,10 +20,10 @@ class HoldRule(Enum):
     """When a group is kept for a job that has nothing to run while others wait."""
 
     SKI_RENTAL = "ski_rental"
-    """Release at every turn: kept about as long as a round-trip swap would take, less when the job is known to stay
-    away for longer, more when it is known to come back sooner. At worst twice the optimum without predictions (Karlin
-    et al. 1988, "Competitive snoopy caching"), 1 + 1/trust with wrong ones (Purohit et al. 2018, "Improving online
-    algorithms via ML predictions")."""
+    """Release at every turn: kept about as long as one move would take, less when the job is known to stay away for
+    longer, more when it is known to come back sooner. At worst twice the optimum without predictions (Karlin et al.
+    1988, "Competitive snoopy caching"), 1 + 1/trust with wrong ones (Purohit et al. 2018, "Improving online algorithms
+    via ML predictions")."""
     PHASE = "phase"
     """Until the phase (rollout or training) is over: tool calls within it keep the group idle."""
     ITERATION = "iteration"
@@ -95,8 +95,8 @@ class Policy:
     the gain."""
     replace_at_boundaries: bool = True
     """When a job ends, members that miss their target may move, and groups that fit into others are emptied."""
-    slowdown_margin: float = 0.05
-    """Kept free below each target for errors of the estimates."""
+    slowdown_margin: float = 1 / 3
+    """Part of the slowdown that a target allows which placement keeps free for errors of the estimates, in [0, 1]."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -106,6 +106,12 @@ class Policy:
             raise ValueError(
                 f"contended_window is {self.contended_window} of a window of {self.window}, want 1 to {self.window}"
             )
+        if not 0.0 <= self.slowdown_margin <= 1.0:
+            raise ValueError(f"slowdown_margin is {self.slowdown_margin}, want a number in [0, 1]")
         for name in ("quantum_s", "max_swap_share", "chunk_s", "starvation_bound_s", "max_members"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, want a positive number")
+
+    def promised(self, slowdown_target: float) -> float:
+        """The predicted slowdown up to which a job with this target shares a group."""
+        return 1.0 + (slowdown_target - 1.0) * (1.0 - self.slowdown_margin)

@@ -133,7 +133,7 @@ class LivePlacement:
             sample = iterations_of(c, 4 * demands.SAMPLE, np.random.Generator(np.random.PCG64(0)))
             pair = [demands.demand(c, sample, form, Side.ROLLOUT)] * ROLLOUT_MEMBERS
             slowdown = predict(pair, swapping=False, chunk_s=self.policy.chunk_s).slowdowns[0]
-            self._pairing[c] = slowdown * demands.stretch(c, form) <= self.target - self.policy.slowdown_margin
+            self._pairing[c] = slowdown <= self.policy.promised(self.target / demands.stretch(c, form))
         return self._pairing[c]
 
     def _policy_for(self, form: Form) -> Policy:

@@ -3,19 +3,23 @@
 This module only builds views and carries out plans; it decides nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import thread_time
 
-from plexrl_controller.domain.ids import CallId, JobId, ModelId, WorkerId
+from plexrl_controller.domain.ids import CallId, JobId, ModelId, Tenant, WorkerId
 from plexrl_controller.domain.states import CallKind
 from plexrl_controller.scheduling.estimates import Estimates
-from plexrl_controller.scheduling.fairness import Accounts
+from plexrl_controller.scheduling.fairness import Accounts, Quota
 from plexrl_controller.scheduling.invariants import violations
 from plexrl_controller.scheduling.next_slice import next_slice
 from plexrl_controller.scheduling.plan import Hold, Plan, Prefetch, Serve, WriteBack, Yield
 from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.scheduling.views import GroupView, JobView, ModelView, ReadyCall
 from plexrl_controller.simulation.pools import Call, Keep, Mode, Resident, Run, SharedGroup, State
+
+NO_TENANTS: Mapping[int, Tenant] = {}
+NO_QUOTAS: Mapping[Tenant, Quota] = {}
 
 
 @dataclass(slots=True)
@@ -34,15 +38,24 @@ class LivePolicy:
     """Runs one group by `next_slice`."""
 
     def __init__(
-        self, policy: Policy, decisions: Decisions, *, clean_eviction: bool = True, learn: bool = True
+        self,
+        policy: Policy,
+        decisions: Decisions,
+        *,
+        clean_eviction: bool = True,
+        learn: bool = True,
+        tenants: Mapping[int, Tenant] = NO_TENANTS,
+        quotas: Mapping[Tenant, Quota] = NO_QUOTAS,
     ) -> None:
-        """`clean_eviction`: copies that equal the host tier's are dropped without writing them."""
+        """`clean_eviction`: copies that equal the host tier's are dropped without writing them. `tenants`: of jobs by
+        their index, with the device seconds that they may use."""
         self._policy = policy
         self._decisions = decisions
         self._clean_eviction = clean_eviction
         self._learn = learn
         self._estimates = Estimates()
-        self._accounts = Accounts()
+        self._tenants = tenants
+        self._accounts = Accounts(quotas)
         self._jobs: dict[int, JobView] = {}
         self._residents: dict[JobId, Resident] = {}
         self._states: dict[str, State] = {}
@@ -116,7 +129,7 @@ class LivePolicy:
 
     def _join(self, group: SharedGroup, resident: Resident) -> None:
         job_id = JobId(resident.name)
-        self._accounts.join(job_id)
+        self._accounts.join(job_id, self._tenants.get(resident.job))
         self._residents[job_id] = resident
         for state in resident.states:
             self._states[state.model_id] = state
@@ -139,7 +152,8 @@ class LivePolicy:
     def _view(self, group: SharedGroup, now: float, running: Call | None) -> GroupView:
         jobs = self._jobs
         for resident in group.residents:
-            if resident.changed and resident.job in jobs:
+            # A quota is a tenant's: its jobs change with each other.
+            if (resident.changed or self._tenants) and resident.job in jobs:
                 jobs[resident.job] = self._job_view(group, resident, running, now)
                 # What runs now is charged up to this moment: the view is stale at the next one.
                 resident.changed = running is not None and running.resident is resident
@@ -174,6 +188,7 @@ class LivePolicy:
             round_trip_s=self._round_trip_s(group, resident),
             expected_stall_s=self._stalls.get((resident.job, resident.last_kind)),
             attained_s=attained_s + (now - group.run_start if runs and group.mode is Mode.BUSY else 0.0),
+            over_quota=self._accounts.over_quota(job_id, now) if self._tenants else False,
             last_served=resident.last_served,
         )
 

@@ -30,11 +30,22 @@ class Shared:
         until_s = min(ends[-1] for ends in self.ends_s)
         done_s, slowdowns = 0.0, []
         for iterations, ends in zip(jobs, self.ends_s, strict=True):
-            inside = [end for end in ends if end <= until_s]
-            ideal_s = sum([work.busy_s + work.stall_s for it in iterations[: len(inside)] for work in it])
+            ideal_s, slowdown = _until(until_s, iterations, ends)
             done_s += ideal_s
-            slowdowns.append(inside[-1] / ideal_s)
+            slowdowns.append(slowdown)
         return 1.0 - until_s / done_s, sum(slowdowns) / len(slowdowns)
+
+    def slowdown_of(self, chosen: Sequence[int], jobs: Sequence[Sequence[Sequence[Work]]]) -> float:
+        """Mean slowdown of the chosen jobs until the first of them ends."""
+        until_s = min(self.ends_s[index][-1] for index in chosen)
+        return sum([_until(until_s, jobs[index], self.ends_s[index])[1] for index in chosen]) / len(chosen)
+
+
+def _until(until_s: float, iterations: Sequence[Sequence[Work]], ends_s: Sequence[float]) -> tuple[float, float]:
+    """A job's work done by then, in seconds alone, and its slowdown."""
+    inside = [end for end in ends_s if end <= until_s]
+    ideal_s = sum([work.busy_s + work.stall_s for it in iterations[: len(inside)] for work in it])
+    return ideal_s, inside[-1] / ideal_s
 
 
 def share(

@@ -21,6 +21,7 @@ from plexrl_controller.domain.ids import Tenant, WorkerId
 from plexrl_controller.domain.records import Worker
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.store.port import Store
 from tests.simulation.faults.store import Connection, Database
 from tests.simulation.faults.virtual_time import LoopClock
@@ -63,13 +64,14 @@ class ControllerLife:
         self.core: Core
         self.services: dict[str, Any] = {}
 
-    async def start(self, payloads: MemoryPayloadStore, recovery: RecoveryPolicy) -> None:
+    async def start(self, payloads: MemoryPayloadStore, recovery: RecoveryPolicy, policy: Policy) -> None:
         """Takes leadership and serves. Everything of this life runs in its context, so that it can be killed whole."""
         LIFE.set(self)
         core, dispatcher = await start_leader(
             cast(Store, self.connection),
             self.transport,
             LoopClock(),
+            policy,
             payloads=payloads,
             recovery_policy=recovery,
             on_made=self.transport.use,
@@ -266,7 +268,8 @@ class SimulatedTransport:
 
 def _short(order: worker_pb2.Order) -> str:
     action = order.WhichOneof("action") or ""
-    call = order.run_call.call if action == "run_call" else order.abort.call
+    named = order.run_call if action == "run_call" else order.yield_call if action == "yield_call" else order.abort
+    call = named.call
     model_id = order.deploy.model_id or order.drop.model_id or order.swap_weights.load_model_id
     what = f"{call.call_id[-4:]}/{call.attempt}" if call.call_id else model_id[-4:]
     return f"{order.order_id}:{action} {what}"

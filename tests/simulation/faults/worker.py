@@ -52,6 +52,9 @@ class Execution:
     number: int
     begun: bool = False
     aborted: bool = False
+    yielding: bool = False
+    parked: bool = False
+    """It gave way, and waits to be ordered again."""
     outcome: worker_pb2.OrderFinished | None = None
 
 
@@ -97,6 +100,8 @@ class WorkerProcess:
         self._begin_life()
 
     def _begin_life(self) -> None:
+        self.steps_left: dict[tuple[str, int], int] = {}
+        """Of executions that are parked in the engine."""
         self.models: dict[str, Deployed] = {}
         self.running: dict[str, Execution] = {}
         self.finished: dict[str, Execution] = {}
@@ -202,6 +207,7 @@ class WorkerProcess:
                 host_state_bytes=1 << 30,
                 machine_type="simulated",
                 checkpoint_store_id="shared",
+                yields=True,
             ),
             life_nonce=self.nonce,
             version="0",
@@ -232,6 +238,8 @@ class WorkerProcess:
                     self._accept(order)
                 case "abort":
                     self._abort(order)
+                case "yield_call":
+                    self._yield(order)
                 case "drop":
                     for execution in list(self.running.values()):
                         if execution.order.run_call.model_id == order.drop.model_id:
@@ -247,13 +255,13 @@ class WorkerProcess:
         known = self.running.get(call.call_id) or self.finished.get(call.call_id)
         if known is not None and known.number > call.attempt:
             raise Refused("STALE_ATTEMPT")
-        if known is not None and known.number == call.attempt:
+        if known is not None and known.number == call.attempt and not known.parked:
             if known.outcome is not None:
                 self._put(self._report(order, finished=known.outcome))
             else:
                 known.order_id = order.order_id
             return
-        if (older := self.running.get(call.call_id)) is not None:
+        if (older := self.running.get(call.call_id)) is not None and older.number != call.attempt:
             self._stop(older)
         execution = Execution(order, order.order_id, call.attempt)
         self.finished.pop(call.call_id, None)
@@ -266,9 +274,33 @@ class WorkerProcess:
             self._stop(execution)
         self._put(worker_pb2.Report(order_id=order.order_id, finished=worker_pb2.OrderFinished()))
 
+    def _yield(self, order: worker_pb2.Order) -> None:
+        call = order.yield_call.call
+        known = self.running.get(call.call_id) or self.finished.get(call.call_id)
+        if known is not None and known.number > call.attempt:
+            raise Refused("STALE_ATTEMPT")
+        if known is None or known.number < call.attempt:
+            report = worker_pb2.Report(order_id=order.order_id, call=call, yielded=worker_pb2.OrderYielded())
+            report.worker_incarnation = order.worker_incarnation
+            self._put(report)
+        elif known.outcome is not None:
+            self._put(self._report(known.order, finished=known.outcome))
+        elif known.parked or (not known.begun and known.order.run_call.spec.HasField("generate")):
+            self._give_way(known)
+        else:
+            known.yielding = known.order.run_call.spec.HasField("generate")
+
+    def _give_way(self, execution: Execution) -> None:
+        call = execution.order.run_call.call
+        execution.parked = True
+        self.note(self.name, "yields", f"{call.call_id[-4:]}/{call.attempt}")
+        report = self._report(execution.order, yielded=worker_pb2.OrderYielded())
+        report.order_id = execution.order_id
+        self._put(report)
+
     def _stop(self, execution: Execution) -> None:
         execution.aborted = True
-        if not execution.begun and execution.outcome is None:
+        if (not execution.begun or execution.parked) and execution.outcome is None:
             self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
 
     def _end(self, execution: Execution, outcome: worker_pb2.OrderFinished, touched: Iterable[str]) -> None:
@@ -322,7 +354,7 @@ class WorkerProcess:
             order, execution = await self.lane.get()
             incarnation = self.incarnation
             if execution is not None:
-                if execution.outcome is None:
+                if execution.outcome is None and not execution.parked:
                     await self._run_call(order, execution)
                 continue
             outcome, touched = await self._place(order)
@@ -440,19 +472,25 @@ class WorkerProcess:
             return
         execution.begun = True
         self._put(self._report(order, started=worker_pb2.OrderStarted()))
-        steps = self.rng.randint(1, 4)
-        for _ in range(steps):
+        name = run.call.call_id, run.call.attempt
+        steps = self.steps_left.pop(name, None) or self.rng.randint(1, 4)
+        for left in range(steps, 0, -1):
             died = asyncio.ensure_future(engine_died.wait())
             await asyncio.wait([died], timeout=self.rng.uniform(0.001, 0.05))
             died.cancel()
             if self.incarnation != incarnation:
                 return
             if engine_died.is_set():
+                self.steps_left.clear()
                 touched = self._engine_gone() | {run.model_id} & set(self.models)
                 self._end(execution, _failed(code_pb2.UNAVAILABLE, "ENGINE_DIED"), touched)
                 return
             if execution.aborted and self.rng.random() < 0.7:
                 self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
+                return
+            if execution.yielding and not execution.aborted and left > 1:
+                self.steps_left[name] = left - 1
+                self._give_way(execution)
                 return
         if self.rng.random() < self.failures:
             self._end(execution, _failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])

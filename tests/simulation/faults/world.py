@@ -17,9 +17,11 @@ import structlog
 
 from plexrl.v1 import call_pb2, job_pb2, model_pb2
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
+from plexrl_controller.dispatch.yielding import ask_to_yield
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import CallId, ModelId, Tenant
 from plexrl_controller.payloads.memory import MemoryPayloadStore
+from plexrl_controller.scheduling.policy import Policy
 from tests.simulation.faults import virtual_time
 from tests.simulation.faults.client import LEASE_S, Client
 from tests.simulation.faults.controller import LIFE, ControllerLife
@@ -101,6 +103,8 @@ class World:
         self.recovery = chance.choice([RecoveryPolicy(), RecoveryPolicy(log_calls=2), RecoveryPolicy(log_calls=5)])
         self.loss = chance.choice([0.0, 0.02, 0.08])
         """Share of rpcs that are lost on their way, and of replies on theirs."""
+        # Mostly so that calls yield: nothing here runs for as long as the default's chunk.
+        self.policy = chance.choice([Policy(), *[Policy(quantum_s=0.01, chunk_s=0.02, starvation_bound_s=0.03)] * 2])
         self.cuts: dict[str, Cut] = {}
         self._background: list[asyncio.Task[None]] = []
         self._client_tasks: dict[str, asyncio.Task[None]] = {}
@@ -227,6 +231,7 @@ class World:
         for client in self.clients:
             self._start_client(client)
         strangers = asyncio.ensure_future(self._strangers())
+        yields = asyncio.ensure_future(self._yields())
         await self._strike()
         self._heal()
         try:
@@ -238,6 +243,7 @@ class World:
         except TimeoutError:
             self._hung()
         strangers.cancel()
+        yields.cancel()
         for task in self._client_tasks.values():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self.blame(f"a client failed: {error!r}")
@@ -265,7 +271,7 @@ class World:
         self.lives.append(life)
         # In a context of its own: everything that it starts is of this life.
         starting = asyncio.get_running_loop().create_task(
-            life.start(self.payloads, self.recovery), context=contextvars.copy_context()
+            life.start(self.payloads, self.recovery, self.policy), context=contextvars.copy_context()
         )
         done, _ = await asyncio.wait(
             {starting, asyncio.ensure_future(life.dead.wait())}, return_when=asyncio.FIRST_COMPLETED
@@ -356,7 +362,17 @@ class World:
             else:
                 self.blame(f"another tenant's {method} was obeyed")
 
-    # Faults.
+    async def _yields(self) -> None:
+        """In half of the runs calls are asked to give way all the time, and not only when the policy wants it."""
+        chance = self._stream("yields")
+        often = chance.random() < 0.5
+        while often:
+            await asyncio.sleep(chance.expovariate(1 / 0.1))
+            if (life := self._leader()) is None:
+                continue
+            for worker_id, group in life.core.ledger.groups.items():
+                if group.connected and not group.yielding:
+                    ask_to_yield(life.core, worker_id)
 
     async def _strike(self) -> None:
         chance = self._stream("faults")

@@ -28,7 +28,7 @@ import numpy as np
 from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, environment, frames, port
-from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument
+from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Yielded
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.05
@@ -80,6 +80,10 @@ class RequestControl:
         self._child.send_late()
         return self._child.is_aborted(self._request_id)
 
+    def yielding(self) -> bool:
+        """Whether the daemon asked this request to give way."""
+        return self._child.is_yielding(self._request_id)
+
     def progress(self, done: int, total: int) -> None:
         """Sends a progress frame, at most one per interval."""
         now_s = time.monotonic()
@@ -102,6 +106,7 @@ class Child:
         self._requests: _Requests = queue.SimpleQueue()
         self._moves: _Requests = queue.SimpleQueue()
         self._aborted: set[int] = set()
+        self._yielding: set[int] = set()
         self._newest_id = 0
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -121,9 +126,10 @@ class Child:
             response = self._answer(request, descriptor)
             response.request_id = request.request_id
             response.start_unix_ns, response.end_unix_ns = start_unix_ns, time.time_ns()
-            if self._aborted:
+            if self._aborted or self._yielding:
                 with self._lock:
                     self._aborted.discard(request.request_id)
+                    self._yielding.discard(request.request_id)
             self.send(response, more_follows=not requests.empty())
 
     def send(self, response: e.EngineResponse, *, more_follows: bool = False) -> None:
@@ -156,6 +162,10 @@ class Child:
         with self._lock:
             return request_id in self._aborted
 
+    def is_yielding(self, request_id: int) -> bool:
+        """Whether the request has been asked to give way."""
+        return bool(self._yielding) and request_id in self._yielding
+
     def _read(self) -> None:
         """Takes frames until the daemon closes the socket, then ends the process, whatever the main thread does."""
         try:
@@ -167,6 +177,9 @@ class Child:
                 if function == "abort_request_id":
                     with self._lock:
                         self._aborted.add(request.abort_request_id)
+                elif function == "yield_request_id":
+                    with self._lock:
+                        self._yielding.add(request.yield_request_id)
                 elif function in BESIDE:
                     self._moves.put((request, descriptor))
                 else:
@@ -179,6 +192,8 @@ class Child:
         try:
             if self.is_aborted(request.request_id):
                 raise Aborted("the request was aborted before it began")
+            if function == "generate" and self.is_yielding(request.request_id):
+                raise Yielded("the request gave way before it began")
             return self._run(request, descriptor)
         except EngineError as error:
             return e.EngineResponse(failure=e.EngineFailure(reason=error.reason, message=str(error)))
@@ -253,8 +268,14 @@ def run_function(
         case "generate":
             prompts = codec.token_batch(request.generate.prompts, name="prompts")
             params = codec.sampling(request.generate.sampling)
-            generation = engine.generate(deployment_id, request.generate.weights_version, prompts, params, control)
+            generate = request.generate
+            generation = engine.generate(
+                deployment_id, generate.weights_version, prompts, params, control, generate.execution
+            )
             return e.EngineResponse(generation=codec.generation_result(generation))
+        case "forget_execution":
+            engine.forget_execution(request.forget_execution)
+            return done
         case "score":
             batch = codec.token_batch(request.score.batch)
             if request.score.rollout:
@@ -279,7 +300,7 @@ def run_function(
             version = request.load.weights_version if request.load.HasField("weights_version") else None
             state = engine.load(deployment_id, request.load.directory, version, control)
             return e.EngineResponse(state=codec.state_response(state))
-        case "start" | "abort_request_id" | None:
+        case "start" | "abort_request_id" | "yield_request_id" | None:
             raise InvalidArgument(f"function {request.WhichOneof('function')} cannot be run here")
         case unreachable:
             assert_never(unreachable)

@@ -66,6 +66,11 @@ class EngineCall(Generic[T]):
         if not self._outcome.done():
             self.process._send(e.EngineRequest(abort_request_id=self.request_id))
 
+    def give_way(self) -> None:
+        """Asks the child to park it at its next step with Yielded; it may still go on to its end."""
+        if not self._outcome.done():
+            self.process._send(e.EngineRequest(yield_request_id=self.request_id))
+
     def _advance(self, progress: e.EngineProgress) -> None:
         self.done_units, self.total_units = progress.done, progress.total
         if self.on_progress is not None:
@@ -267,13 +272,19 @@ class EngineProcess:
         request = e.EngineRequest(release_device=e.EngineNoArguments())
         return self._call(request, lambda r: port.DeviceRelease(r.released.released_bytes, r.released.held_bytes))
 
-    def generate(self, deployment_id: str, spec: t.GenerateSpec, weights_version: int) -> EngineCall[t.GenerateResult]:
+    def generate(
+        self, deployment_id: str, spec: t.GenerateSpec, weights_version: int, execution: str = ""
+    ) -> EngineCall[t.GenerateResult]:
         """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate."""
         generate = e.EngineGenerateRequest(
-            weights_version=weights_version, prompts=spec.prompts, sampling=spec.sampling
+            weights_version=weights_version, prompts=spec.prompts, sampling=spec.sampling, execution=execution
         )
         request = e.EngineRequest(deployment_id=deployment_id, generate=generate)
         return self._call(request, lambda r: r.generation)
+
+    def forget_execution(self, execution: str) -> EngineCall[None]:
+        """See port.Engine.forget_execution."""
+        return self._call(e.EngineRequest(forget_execution=execution), _nothing)
 
     def score(self, deployment_id: str, spec: t.ScoreSpec) -> EngineCall[t.ScoreResult]:
         """See port.Engine.score."""

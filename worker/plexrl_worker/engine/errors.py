@@ -41,6 +41,12 @@ class Aborted(EngineError):
     reason = "ABORTED"
 
 
+class Yielded(EngineError):
+    """The caller asked it to give way: what it has done is kept, and goes on when it is called again."""
+
+    reason = "YIELDED"
+
+
 class UnknownDeployment(EngineError):
     """This engine does not know the deployment."""
 
@@ -115,6 +121,7 @@ _WIRE_ERRORS: dict[str, type[EngineError]] = {
         NonFinite,
         OutOfMemory,
         Aborted,
+        Yielded,
         UnknownDeployment,
         NotResident,
         DeviceNotHeld,

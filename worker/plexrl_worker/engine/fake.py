@@ -30,9 +30,10 @@ from plexrl_worker.engine.errors import (
     UnknownDeployment,
     Unsupported,
     VersionMismatch,
+    Yielded,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.fake_model import FakeDeployment, checksum, log_softmax, sample
+from plexrl_worker.engine.fake_model import FakeDeployment, Sampled, checksum, log_softmax, sample
 from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
@@ -88,6 +89,7 @@ class FakeEngine:
         self._faults = Faults(config.get("plexrl_fake", []))
         self._deployments: dict[str, FakeDeployment] = {}
         self._holds_device = True
+        self._parked: dict[str, Sampled] = {}
         self._faults.strike("start", None)
 
     def describe(self) -> EngineDescription:
@@ -171,6 +173,8 @@ class FakeEngine:
         if any(copy.component is Component.ROLLOUT_WEIGHTS for copy in copies):
             self._claim_slot(deployment_id)
         moved = allocated = 0
+        if any(copy not in deployment.preloaded for copy in copies):
+            self._faults.strike("load", control)
         for copy in copies:
             size_bytes = deployment.ledger.place(copy.component).size_bytes
             values = deployment.preloaded.get(copy)
@@ -195,6 +199,7 @@ class FakeEngine:
         started_s = time.monotonic()
         deployment = self._on_device(deployment_id, "preload", control)
         deployment.preloaded.clear()
+        self._faults.strike("load", control)
         copies = deployment.ledger.parked_of(parked, ALL_COMPONENTS)
         deployment.preloaded = {copy: self._unpark(deployment, copy) for copy in copies}
         moved = sum(values.nbytes for copy, values in deployment.preloaded.items() if not copy.is_zero)
@@ -207,6 +212,7 @@ class FakeEngine:
     def drop(self, deployment_id: str) -> None:
         """See port.Engine."""
         self._deployments.pop(deployment_id, None)
+        self._parked = {name: parked for name, parked in self._parked.items() if parked.deployment_id != deployment_id}
 
     def acquire_device(self) -> None:
         """See port.Engine."""
@@ -223,9 +229,15 @@ class FakeEngine:
         return DeviceRelease(released, anonymous_bytes())
 
     def generate(
-        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+        self,
+        deployment_id: str,
+        weights_version: int,
+        prompts: TokenBatch,
+        params: SamplingParams,
+        control: Control,
+        execution: str = "",
     ) -> Generation:
-        """See port.Engine."""
+        """See port.Engine. It yields between completions."""
         deployment = self._on_device(deployment_id, "generate", None)
         table = self._rollout(deployment, weights_version, "generate")
         losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
@@ -234,11 +246,18 @@ class FakeEngine:
             raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
         self._faults.strike("generate", control)
         last_tokens = prompts.token_ids[np.cumsum(prompts.lengths) - 1]
-        completions, logprobs, reasons = [], [], []
+        sampled = self._parked.pop(execution, Sampled(deployment_id, weights_version))
+        if (sampled.deployment_id, sampled.weights_version) != (deployment_id, weights_version):
+            sampled = Sampled(deployment_id, weights_version)
+        completions, logprobs, reasons = sampled.completions, sampled.logprobs, sampled.reasons
         total = int(prompts.lengths.size) * params.n
-        for index in range(total):
+        for index in range(len(completions), total):
             if control.aborted():
                 raise Aborted("generate was aborted")
+            if execution and control.yielding():
+                self._parked[execution] = sampled
+                raise Yielded(f"{index} of {total} completions are sampled, and kept")
+            self._faults.strike(f"completion-{index}", control)
             prompt_index, completion_index = divmod(index, params.n)
             draws = np.random.default_rng(completion_seed(params.seed, prompt_index, completion_index))
             ids, scores, reason = sample(table, int(last_tokens[prompt_index]), params, draws)
@@ -253,6 +272,10 @@ class FakeEngine:
             finish_reasons=tuple(reasons),
             weights_version=weights_version,
         )
+
+    def forget_execution(self, execution: str) -> None:
+        """See port.Engine."""
+        self._parked.pop(execution, None)
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""

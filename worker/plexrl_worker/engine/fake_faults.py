@@ -2,8 +2,10 @@
 
     "plexrl_fake": [{"function": "generate", "fault": "crash", "flag_file": "/tmp/once"}]
 
-function: a method of the port, or start. fault: crash (SIGKILL of the process, in the middle of the function), exit
-(code 3), hang (forever), slow (`delay_s`, heard by abort), fail (an error that is not typed), out_of_memory, leak
+function: a method of the port, start, load (a state really comes onto the device: by swap_in, unless preload has
+brought it), or completion-N, before the Nth completion of a generate is sampled. fault: crash (SIGKILL of the process,
+in the middle of the function), exit (code 3), hang (forever), slow (`delay_s`, cut short by abort and yield), fail (an
+error that is not typed), out_of_memory, leak
 (`leak_bytes` more held by each call). flag_file: the fault strikes only while that file exists, and removes it: once.
 """
 
@@ -63,4 +65,6 @@ def _sleep(delay_s: float, control: Control | None) -> None:
             control.progress(0, 0)
             if control.aborted():
                 raise Aborted("the function was aborted")
+            if control.yielding():
+                return
         time.sleep(min(left_s, 0.01))

@@ -1,6 +1,7 @@
 """The fake engine's deployments and arithmetic: tables of next-token logits. Never for real work."""
 
 import zlib
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +38,17 @@ class FakeDeployment:
         tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
         first: Float32Array = tables[0]
         return first
+
+
+@dataclass
+class Sampled:
+    """Completions of a generate that gave way."""
+
+    deployment_id: str
+    weights_version: int
+    completions: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    reasons: list[FinishReason] = field(default_factory=list)
 
 
 def checksum(raw: ByteArray) -> int:

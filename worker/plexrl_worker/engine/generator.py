@@ -6,6 +6,7 @@ deployments: a caller names the content of the slot, and its key salts the prefi
 """
 
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from plexrl_worker.engine import lora
 from plexrl_worker.engine.device import Device, drop_pages
-from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Unsupported
+from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Unsupported, Yielded
+from plexrl_worker.engine.parking import Parking, Sampled
 from plexrl_worker.engine.port import (
     Control,
     EngineSettings,
@@ -65,6 +67,8 @@ class Generator:
         self._max_model_tokens = _model_tokens(settings, max_sequence_tokens)
         self._lora = settings.lora
         self._engine = self._start(settings, shapes, base_directory)
+        self.parking = Parking(self._engine)
+        self._numbers = itertools.count(1)
         model = self._model()
         if ".models.transformers" in type(model).__module__:
             # That backend rewrites transformers' classes in place, and the trainer runs the same classes.
@@ -83,7 +87,8 @@ class Generator:
             self._engine.wake_up()
 
     def release_device(self) -> None:
-        """Frees the slot's and the KV cache's memory."""
+        """Frees the slot's and the KV cache's memory; what parked executions have sampled stays."""
+        self.parking.give_up_kv()
         if not self._engine.reset_prefix_cache():
             raise EngineError("the generator still has running requests")
         self.slot.release()
@@ -101,32 +106,39 @@ class Generator:
         content: RolloutContent,
         tokenizer: Tokenizer | None,
         control: Control,
+        execution: str = "",
     ) -> Generation:
-        """Samples n completions per prompt; all are admitted before the first step. Raises Aborted."""
+        """Samples n completions per prompt; all are admitted before the first step. Raises Aborted, Yielded.
+
+        With an adapter nothing is parked: vLLM knows a request's adapter by a number that does not outlast a swap.
+        """
         if params.stop and tokenizer is None:
             raise InvalidArgument("stop strings need a tokenizer, and the model's base has none: use stop_token_ids")
-        finished: dict[str, tuple[list[int], list[float], FinishReason]] = {}
         total = int(prompts.lengths.size) * params.n
         adapter = self.slot.adapter(content)
-        with self._requests() as request_ids:
-            for prompt_index, prompt in enumerate(_split(prompts)):
-                for completion_index in range(params.n):
-                    request_id = str(prompt_index * params.n + completion_index)
-                    seed = completion_seed(params.seed, prompt_index, completion_index)
-                    self._add(request_id, prompt, _vllm_params(params, seed), content, adapter)
-                    request_ids.append(request_id)
-            for output in self._steps(control, lambda: (len(finished), total)):
-                completion = output.outputs[0]
-                stopped_at = _stop_string_end(completion.token_ids, params.stop, tokenizer)
-                if stopped_at is not None:
-                    self._engine.abort_request([output.request_id])
-                    ids = list(completion.token_ids[:stopped_at])
-                    finished[output.request_id] = (ids, _logprobs(completion, len(ids)), FinishReason.STOP)
-                elif output.finished:
-                    ids = list(completion.token_ids)
-                    reason = FinishReason.STOP if completion.finish_reason == "stop" else FinishReason.LENGTH
-                    finished[output.request_id] = (ids, _logprobs(completion, len(ids)), reason)
-        completions = [finished[str(index)] for index in range(total)]
+        may_yield = bool(execution) and adapter is None
+        sampled = self.parking.take(execution, content.model, content.version) if may_yield else None
+        if sampled is None:
+            sampled = Sampled(content.model, content.version, [], {})
+            self._admit(sampled, prompts, params, content, adapter)
+        finished = sampled.finished
+        try:
+            with self._aborting(sampled.request_ids):
+                for output in self._steps(control, lambda: (len(finished), total), may_yield):
+                    index, completion = int(output.request_id.rpartition("-")[2]), output.outputs[0]
+                    stopped_at = _stop_string_end(completion.token_ids, params.stop, tokenizer)
+                    if stopped_at is not None:
+                        self._engine.abort_request([output.request_id])
+                        ids = list(completion.token_ids[:stopped_at])
+                        finished[index] = (ids, _logprobs(completion, len(ids)), FinishReason.STOP)
+                    elif output.finished:
+                        ids = list(completion.token_ids)
+                        reason = FinishReason.STOP if completion.finish_reason == "stop" else FinishReason.LENGTH
+                        finished[index] = (ids, _logprobs(completion, len(ids)), reason)
+        except Yielded:
+            self.parking.park(execution, sampled)
+            raise
+        completions = [finished[index] for index in range(total)]
         logprobs = [score for _, scores, _ in completions for score in scores] if params.logprobs else []
         return Generation(
             token_ids=np.array([token for ids, _, _ in completions for token in ids], np.int32),
@@ -150,11 +162,13 @@ class Generator:
         sequences = _split(batch)
         adapter = self.slot.adapter(content)
         scores: dict[str, list[float]] = {}
-        with self._requests() as request_ids:
+        request_ids: list[str] = []
+        self.parking.make_room([len(sequence) + 1 for sequence in sequences])
+        with self._aborting(request_ids):
             for index, sequence in enumerate(sequences):
                 self._add(str(index), sequence, sampling.clone(), content, adapter)
                 request_ids.append(str(index))
-            for output in self._steps(control, lambda: (len(scores), len(sequences))):
+            for output in self._steps(control, lambda: (len(scores), len(sequences)), may_yield=False):
                 if output.finished and output.prompt_logprobs is not None:
                     flat = output.prompt_logprobs
                     scores[output.request_id] = [0.0, *(flat.logprobs[start] for start in flat.start_indices[1:])]
@@ -220,21 +234,45 @@ class Generator:
         prompt_input = tokens_input(prompt, cache_salt=content.key)
         self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter)
 
+    def _admit(
+        self,
+        sampled: Sampled,
+        prompts: TokenBatch,
+        params: SamplingParams,
+        content: RolloutContent,
+        adapter: LoRARequest | None,
+    ) -> None:
+        """Gives an execution's requests to the engine."""
+        number, split = next(self._numbers), _split(prompts)
+        self.parking.make_room([len(prompt) + params.max_tokens for prompt in split for _ in range(params.n)])
+        with self._aborting(sampled.request_ids):
+            for prompt_index, prompt in enumerate(split):
+                for completion_index in range(params.n):
+                    request_id = f"{number}-{prompt_index * params.n + completion_index}"
+                    seed = completion_seed(params.seed, prompt_index, completion_index)
+                    self._add(request_id, prompt, _vllm_params(params, seed), content, adapter)
+                    sampled.request_ids.append(request_id)
+
     @contextlib.contextmanager
-    def _requests(self) -> Iterator[list[str]]:
-        """Ids of one call's requests; when the call fails, what is unfinished is taken out of the engine."""
-        request_ids: list[str] = []
+    def _aborting(self, request_ids: list[str]) -> Iterator[None]:
+        """When the call fails, what is unfinished of its requests is taken out of the engine; not when it gives way."""
         try:
-            yield request_ids
+            yield
+        except Yielded:
+            raise
         except BaseException:
             self._engine.abort_request(request_ids)
             raise
 
-    def _steps(self, control: Control, progress: Callable[[], tuple[int, int]]) -> Iterator[RequestOutput]:
-        """Runs engine steps until nothing is left, and gives their outputs. Raises Aborted between steps."""
-        while self._engine.has_unfinished_requests():
+    def _steps(
+        self, control: Control, progress: Callable[[], tuple[int, int]], may_yield: bool
+    ) -> Iterator[RequestOutput]:
+        """Runs engine steps until nothing is left, and gives their outputs. Raises Aborted, Yielded between steps."""
+        while self.parking.unfinished():
             if control.aborted():
                 raise Aborted("stopped between steps; the model is unchanged")
+            if may_yield and control.yielding():
+                raise Yielded("gave way between steps; every token is kept")
             for output in self._engine.step():
                 assert isinstance(output, RequestOutput)
                 yield output

@@ -92,5 +92,8 @@ class _Quiet:
     def aborted(self) -> bool:
         return False
 
+    def yielding(self) -> bool:
+        return False
+
     def progress(self, done: int, total: int) -> None:
         pass

@@ -361,6 +361,10 @@ class Control(Protocol):
         """Whether the function should end with Aborted."""
         ...
 
+    def yielding(self) -> bool:
+        """Whether a generate should stop with Yielded and keep what it has; one that cannot goes on."""
+        ...
+
     def progress(self, done: int, total: int) -> None:
         """Says that `done` of `total` units (tokens; total 0 if unknown) are done."""
         ...
@@ -457,12 +461,26 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+        self,
+        deployment_id: str,
+        weights_version: int,
+        prompts: TokenBatch,
+        params: SamplingParams,
+        control: Control,
+        execution: str = "",
     ) -> Generation:
         """Samples n completions per prompt from the rollout weights. Draws do not depend on what else is in the batch.
 
-        Raises VersionMismatch, NotResident, InvalidArgument, Aborted.
+        An execution that has a name can be parked: it raises Yielded, the deployment may leave the device and others
+        run, and when it is called again with the same name and arguments it goes on: the same tokens as undisturbed.
+        What is parked may be lost, with new rollout weights, say; it begins anew then.
+
+        Raises VersionMismatch, NotResident, InvalidArgument, Aborted, Yielded.
         """
+        ...
+
+    def forget_execution(self, execution: str) -> None:
+        """Gives up what a parked execution has sampled; there may be nothing."""
         ...
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:

@@ -202,6 +202,7 @@ class VllmTorchEngine:
         deployment = self._deployments.pop(deployment_id, None)
         if deployment is None:
             return
+        self._generator.parking.forget_model(deployment_id)
         self._mover.drop(deployment)
 
     def acquire_device(self) -> None:
@@ -228,13 +229,24 @@ class VllmTorchEngine:
         return DeviceRelease(max(0, used_bytes - self._device.used_bytes()), self._device.held_bytes())
 
     def generate(
-        self, deployment_id: str, weights_version: int, prompts: TokenBatch, params: SamplingParams, control: Control
+        self,
+        deployment_id: str,
+        weights_version: int,
+        prompts: TokenBatch,
+        params: SamplingParams,
+        control: Control,
+        execution: str = "",
     ) -> Generation:
         """See port.Engine."""
         deployment = self._rollout(deployment_id, weights_version, "generate")
         losses.check_tokens(prompts, int(self._config.vocab_size), self._max_sequence_tokens)
         check_sampling(params, prompts, self._max_sequence_tokens)
-        return self._generator.generate(prompts, params, deployment.rollout_content(), deployment.tokenizer, control)
+        content, tokenizer = deployment.rollout_content(), deployment.tokenizer
+        return self._generator.generate(prompts, params, content, tokenizer, control, execution)
+
+    def forget_execution(self, execution: str) -> None:
+        """See port.Engine."""
+        self._generator.parking.forget(execution)
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from plexrl_controller.simulation.plexbench.report import write_json, write_markdown
+from plexrl_controller.simulation.plexbench.rows import Runner
 from plexrl_controller.simulation.plexbench.suite import SIZES, run
 
 
@@ -37,7 +38,8 @@ def main() -> int:
             bar.update(tasks[table], completed=done, total=total)
 
         size = SIZES[args.size]
-        report = run(replace(size, reps=args.reps or size.reps), args.workers, progress)
+        with Runner(args.workers, progress) as runner:
+            report = run(replace(size, reps=args.reps or size.reps), runner)
     path = write_json(report, args.out)
     if args.docs is not None:
         write_markdown(report, args.docs, f"make plexbench-{'full' if args.size == 'full' else 'docs'}")

@@ -31,6 +31,7 @@ def checks(tables: Tables) -> list[Check]:
         *_fully_shared(tables["T2b"]),
         *_cluster(tables["T1"]),
         _frontier(tables["T1"], tables["T1b"]),
+        _levers(tables["T3"], tables["T3b"]),
         *_swaps(tables["T4"]),
         *_ratios(tables["T6"], tables["bounds"]),
         *_scale(tables["T5"], tables["T5b"]),
@@ -95,6 +96,16 @@ def _cluster(rows: Sequence[Row]) -> list[Check]:
             {"ratio": ours["completion"] / b9["completion"], "B9": b9["policy"]},
         ),
         Check(
+            "T1: that bar can be met: the longest job, alone from its arrival, ends before .9 of the best B9",
+            ours["floor"] <= 0.9 * b9["completion"],
+            {"floor / B9": ours["floor"] / b9["completion"]},
+        ),
+        Check(
+            "T1: completion of the trace at most 1.1 times that floor",
+            ours["completion"] <= 1.1 * ours["floor"],
+            {"B10 / floor": ours["completion"] / ours["floor"], "B9 / floor": b9["completion"] / ours["floor"]},
+        ),
+        Check(
             "T1: completion of 95 % of the work at most .9 of the same B9",
             ours["completion_95"] <= 0.9 * b9["completion_95"],
             {"ratio": ours["completion_95"] / b9["completion_95"], "B9": b9["policy"]},
@@ -125,6 +136,21 @@ def _frontier(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
             unbeaten.append(row["policy"])
     name = "T1b: for each baseline that shares, a margin at which B10 saves more at equal or better SLO attainment"
     return Check(name, not unbeaten, {"not beaten": unbeaten})
+
+
+def _levers(traces: Sequence[Row], groups: Sequence[Row]) -> Check:
+    """A lever that makes no difference where it is meant to should go. Intervals are those of the paired difference."""
+    off = [row for row in traces if not row["lever"].startswith(("all on", "order", "chunking"))]
+    found = {row["lever"]: _shown(row, "worth_saving") or _shown(row, "worth_slo_jobs") for row in off}
+    found |= {row["lever"]: _shown(row, "worth") for row in groups}
+    unshown = [lever for lever, shown in found.items() if not shown]
+    name = "T3: every lever is worth more than the interval of its difference where it is meant to help"
+    return Check(name, not unshown, {"not shown": unshown})
+
+
+def _shown(row: Row, worth: str) -> bool:
+    half = row[f"{worth}_ci95"]
+    return bool(row[worth] > (half if math.isfinite(half) else 0.0))
 
 
 def _swaps(rows: Sequence[Row]) -> list[Check]:

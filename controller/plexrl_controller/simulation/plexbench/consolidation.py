@@ -13,7 +13,7 @@ from plexrl_controller.simulation.engine import Simulation
 from plexrl_controller.simulation.live_policy import Decisions, LivePolicy
 from plexrl_controller.simulation.metrics import job_results
 from plexrl_controller.simulation.plexbench.groups import generator
-from plexrl_controller.simulation.plexbench.rows import Progress, Row, Task, run_all
+from plexrl_controller.simulation.plexbench.rows import Row, Runner, Task
 from plexrl_controller.simulation.pools import SharedGroup, State, Totals
 from plexrl_controller.simulation.processes import Execution, Form, launch
 from plexrl_controller.simulation.workload import BY_NAME, PROFILES, Job, iterations_of
@@ -64,7 +64,7 @@ def _freed(job_class: str, tail_replicas: int) -> float:
     return fmean(part.tail / (part.main + part.tail) for part in bank) * (replicas - tail_replicas) / replicas
 
 
-def table_7(reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
+def table_7(reps: int, iterations: int, runner: Runner) -> list[Row]:
     """By class, replicas of the tail and jobs on the training group."""
     tasks = []
     for name in ("math-7B", "math-30B-A3B", "big-235B"):
@@ -74,4 +74,4 @@ def table_7(reps: int, iterations: int, workers: int, progress: Progress) -> lis
                 keys = {"job_class": name, "replicas": replicas, "tail_replicas": tail, "k": 2 * pairs}
                 arguments = (name, tail, pairs, iterations)
                 tasks.append((keys, [Task(rollout_pairs, (*arguments, rep)) for rep in range(reps)]))
-    return run_all("T7", tasks, workers, progress)
+    return runner.run_all("T7", tasks)

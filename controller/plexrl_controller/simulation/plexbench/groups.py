@@ -14,7 +14,7 @@ from plexrl_controller.simulation.bounds import Work, sharing_bound, two_job_opt
 from plexrl_controller.simulation.disciplines import QueueDiscipline, Ranking
 from plexrl_controller.simulation.live_policy import Decisions, LivePolicy
 from plexrl_controller.simulation.metrics import job_results
-from plexrl_controller.simulation.plexbench.rows import Progress, Row, Task, run_all
+from plexrl_controller.simulation.plexbench.rows import Row, Runner, Task
 from plexrl_controller.simulation.pools import Discipline
 from plexrl_controller.simulation.processes import Form
 from plexrl_controller.simulation.scenarios import share, share_two_pools
@@ -54,7 +54,7 @@ def private_rollout(shape: str, members: int, iterations: int, seed: int) -> Map
     }
 
 
-def table_2(reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
+def table_2(reps: int, iterations: int, runner: Runner) -> list[Row]:
     """7B, 30B, 235B and the published shape, k = 2 to 5, with the ceiling beside it."""
     published = {"math-7B": 0.3136, "math-30B-A3B": 0.3010, "big-235B": 0.3758}
     tasks = []
@@ -69,7 +69,7 @@ def table_2(reps: int, iterations: int, workers: int, progress: Progress) -> lis
                 "published": published.get(shape) if members == 2 else None,
             }
             tasks.append((keys, [Task(private_rollout, (shape, members, iterations, rep)) for rep in range(reps)]))
-    return run_all("T2", tasks, workers, progress)
+    return runner.run_all("T2", tasks)
 
 
 def stalling(c: JobClass, busy_share: float, iterations: int, rng: np.random.Generator) -> list[list[Work]]:
@@ -126,7 +126,7 @@ def fully_shared(
     }
 
 
-def table_2b(reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
+def table_2b(reps: int, iterations: int, runner: Runner) -> list[Row]:
     """Fully shared groups with tool stalls; also turn-level against phase-level."""
     measured = {(0.2, 4): (0.702, 1.18), (0.4, 3): (0.534, 1.39), (0.5, 2): (0.371, 1.25)}
     tasks = []
@@ -143,10 +143,10 @@ def table_2b(reps: int, iterations: int, workers: int, progress: Progress) -> li
             }
             arguments = ("tool-8B", busy_share, members, hold, 0.0, iterations)
             tasks.append((keys, [Task(fully_shared, (*arguments, rep)) for rep in range(reps)]))
-    return run_all("T2b", tasks, workers, progress)
+    return runner.run_all("T2b", tasks)
 
 
-def table_4(reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
+def table_4(reps: int, iterations: int, runner: Runner) -> list[Row]:
     """Swap-cost sweep: two jobs, 40 % busy, a device that holds one state; what admission says of the pair."""
     c, busy_share, members = BY_NAME["tool-8B"], 0.4, 2
     drawn = stalling(c, busy_share, 200, generator(0))
@@ -166,7 +166,7 @@ def table_4(reps: int, iterations: int, workers: int, progress: Progress) -> lis
             }
             arguments = ("tool-8B", busy_share, members, hold, swap_s, iterations)
             tasks.append((keys, [Task(fully_shared, (*arguments, rep)) for rep in range(reps)]))
-    return run_all("T4", tasks, workers, progress)
+    return runner.run_all("T4", tasks)
 
 
 def two_jobs(busy_share: float, cv: float, order: str, iterations: int, seed: int) -> Mapping[str, float]:
@@ -193,7 +193,7 @@ def _ordered(order: str) -> Discipline:
     return LivePolicy(Policy(order=Order(order), chunking=False), Decisions())
 
 
-def table_6(reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
+def table_6(reps: int, iterations: int, runner: Runner) -> list[Row]:
     """Two-job exact ratio. The optimum runs calls to their end, so chunking is off here."""
     tasks = []
     for busy_share in (0.2, 0.3, 0.4, 0.5, 0.6):
@@ -202,7 +202,7 @@ def table_6(reps: int, iterations: int, workers: int, progress: Progress) -> lis
                 keys = {"d": busy_share, "cv": cv, "order": order}
                 arguments = (busy_share, cv, order, iterations)
                 tasks.append((keys, [Task(two_jobs, (*arguments, rep)) for rep in range(reps)]))
-    return run_all("T6", tasks, workers, progress)
+    return runner.run_all("T6", tasks)
 
 
 def homogeneous(members: int, busy_share: float, iterations: int, seed: int) -> Mapping[str, float]:

@@ -10,21 +10,22 @@ from plexrl_controller.simulation.plexbench.pictures import draw
 from plexrl_controller.simulation.plexbench.rows import Row
 
 PERCENT = {"saving", "fleet_saving", "slo_jobs", "slo_jobs_own", "slo_iterations", "goodput", "swap_share", "ceiling",
-           "published", "prototype_saving", "worth_saving", "worth_slo_jobs", "worth_group_saving", "group_saving",
-           "hold_share", "freed", "group_prefetch_hit_rate", "prefetch_hit_rate"}  # fmt: skip
+           "published", "prototype_saving", "worth_saving", "worth_slo_jobs", "hold_share", "freed",
+           "prefetch_hit_rate"}  # fmt: skip
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "T1": ("policy", "what", "saving", "fleet_saving", "slowdown_mean", "slowdown_p50", "slowdown_p99",
            "slowdown_worst", "slo_jobs", "slo_jobs_own", "slo_iterations", "completion", "completion_95",
-           "goodput", "jain"),
+           "floor", "goodput", "jain"),
     "T1 waits": ("policy", "wait_mean_s", "wait_p99_s", "wait_max_s", "queue_mean_s", "queue_p99_s", "queue_max_s",
                  "setup_s", "swap_share", "prefetch_hit_rate", "decision_p50_us", "decision_p99_us"),
     "T1b": ("slowdown_margin", "saving", "fleet_saving", "slowdown_mean", "slowdown_p99", "slo_jobs", "slo_jobs_own",
             "slo_iterations"),
     "T2": ("shape", "k", "ceiling", "published", "saving", "slowdown_mean", "slowdown_worst"),
     "T2b": ("d", "k", "granularity", "prototype_saving", "prototype_slowdown", "saving", "slowdown_mean"),
-    "T3": ("lever", "saving", "worth_saving", "slo_jobs", "worth_slo_jobs", "slowdown_mean",
-           "group_saving", "worth_group_saving", "group_setup_s", "group_prefetch_hit_rate"),
+    "T3": ("lever", "saving", "worth_saving", "slo_jobs", "worth_slo_jobs", "slowdown_mean", "slowdown_p99",
+           "queue_mean_s", "decided"),
+    "T3b": ("lever", "scenario", "figure", "with_it", "without", "worth"),
     "T4": ("swap_s", "hold", "predicted_slowdown", "admitted", "saving", "slowdown_mean", "swap_share", "hold_share",
            "ecap_over_bound"),
     "T5": ("gpus", "mix", "policy", "hours", "jobs", "jobs_running", "events", "run_s", "events_per_s",
@@ -41,6 +42,7 @@ TITLES = {
     "T2": "T2: rollout of one's own, training shared by k jobs",
     "T2b": "Fully shared groups with tool calls",
     "T3": "T3: what each lever is worth",
+    "T3b": "T3, continued: levers that act on one group",
     "T4": "T4: what a swap may cost",
     "T5": "T5: scale",
     "T5b": "T5, continued: a decision by members of the group",
@@ -50,16 +52,17 @@ TITLES = {
 
 NOTES = {
     "T1b": (
-        "The first trace of T1 again, B10 with different `slowdown_margin`s: placement promises each job 1.3 minus the "
-        "margin, because its estimates are off (σ = .25). The controller's default is .05."
+        "The first trace of T1 again, B10 with different `slowdown_margin`s: of the .3 that the target of 1.3 allows, "
+        "placement keeps this part free, because its estimates are off (σ = .25). The controller's default is 1/3."
     ),
     "T1": (
         "Savings against each job's own dedicated form: split and one-step asynchronous for the three math "
         "classes, colocated for the others. `fleet_saving` is 1 - 1/ECap. `slo_jobs`: share of jobs whose mean "
         "slowdown is at most 1.3; `slo_jobs_own`: within the job's own target, U(1.1, 2). `completion` is "
-        "relative to Isolated (B0) = 100, of the whole trace and of 95 % of its work. B0c, B2, B3 and B3t change "
-        "how or what a job computes: B0c takes all GPUs of a split job for both sides, B2 trains synchronous jobs "
-        "one step off policy, B3 four, with rollouts that never drain."
+        "relative to Isolated (B0) = 100, of the whole trace and of 95 % of its work; `floor` is the last job's end if "
+        "every job ran alone in its own form from its arrival: what keeps the forms cannot complete earlier. B0c, B2, "
+        "B3 and B3t change how or what a job computes: B0c takes all GPUs of a split job for both sides, B2 trains "
+        "synchronous jobs one step off policy, B3 four, with rollouts that never drain."
     ),
     "T2": ("Against split-async alone. `published` are the figures of the PlexRL paper at k = 2."),
     "T2b": (
@@ -67,9 +70,15 @@ NOTES = {
         "calls reachable."
     ),
     "T3": (
-        "One lever at a time. The trace hardly swaps, so the last columns are a group of three tool jobs, 30 % "
-        "busy, on a device that holds two of their states, at 4 s a move. `worth` is what is lost without the "
-        "lever."
+        "The first trace of T1 with one thing changed. `worth` is what the change loses against B10 in the same "
+        "repetition, with the interval of the difference. Levers that act on one group are below."
+    ),
+    "T3b": (
+        "With and without one lever on the same segments; a positive worth helps. `cheap swaps`: three tool jobs, 30 % "
+        "busy each, 4 s a move, a device that holds two of their states. `dear swaps`: 25 % busy, 80 s a move, one "
+        "state; placement admits no such group of known jobs, but a job of which nothing is known goes where there is "
+        "memory. `long calls`: two tool jobs, 15 % busy, beside calls of ten minutes. `over quota`: two tool jobs "
+        "beside one whose tenant has used up its device seconds, 45 % busy each."
     ),
     "T4": (
         "Two tool jobs, 40 % busy, on a device that holds one of their states. `admitted` is what placement says "

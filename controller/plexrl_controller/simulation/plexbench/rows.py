@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Self
 
 Row = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -53,33 +52,45 @@ Repetitions = list[tuple[Mapping[str, Any], list[Mapping[str, float]]]]
 """For each row its keys and what each repetition measured."""
 
 
-def collect(
-    table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], workers: int, progress: Progress
-) -> Repetitions:
-    """Runs the repetitions of every row, over worker processes if there are several; rows keep their order."""
-    total = sum(len(repetitions) for _, repetitions in tasks)
-    done = 0
-    rows: Repetitions = []
-    with ExitStack() as stack:
-        submit: Callable[[Task], Callable[[], Mapping[str, float]]]
-        if workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
-            submit = lambda task: pool.submit(task.function, *task.arguments).result  # noqa: E731
-        else:
-            submit = lambda task: partial(task.function, *task.arguments)  # noqa: E731
-        waiting = [(keys, [submit(task) for task in repetitions]) for keys, repetitions in tasks]
+class Runner:
+    """Runs the repetitions of tables, over the same worker processes from the first table to the last."""
+
+    def __init__(self, workers: int, progress: Progress) -> None:
+        """`workers`: processes; 1 runs everything in this one."""
+        self._progress = progress
+        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def collect(
+        self, table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], *, alone: bool = False
+    ) -> Repetitions:
+        """Rows keep their order. `alone`: one after the other in this process, for what measures time."""
+        total = sum(len(repetitions) for _, repetitions in tasks)
+        done = 0
+        rows: Repetitions = []
+        waiting = [(keys, [self._submit(task, alone) for task in repetitions]) for keys, repetitions in tasks]
         for keys, outcomes in waiting:
             results = []
             for outcome in outcomes:
                 results.append(outcome())
                 done += 1
-                progress(table, done, total)
+                self._progress(table, done, total)
             rows.append((keys, results))
-    return rows
+        return rows
 
+    def run_all(
+        self, table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], *, alone: bool = False
+    ) -> list[Row]:
+        """The same, summarised."""
+        return [summarise(keys, results) for keys, results in self.collect(table, tasks, alone=alone)]
 
-def run_all(
-    table: str, tasks: Sequence[tuple[Mapping[str, Any], Sequence[Task]]], workers: int, progress: Progress
-) -> list[Row]:
-    """The same, summarised."""
-    return [summarise(keys, results) for keys, results in collect(table, tasks, workers, progress)]
+    def _submit(self, task: Task, alone: bool) -> Callable[[], Mapping[str, float]]:
+        if self._pool is None or alone:
+            return partial(task.function, *task.arguments)
+        return self._pool.submit(task.function, *task.arguments).result

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl_controller.simulation.plexbench import groups, traces
+from plexrl_controller.simulation.plexbench import ablation, groups, traces
 from plexrl_controller.simulation.plexbench.checks import checks
 from plexrl_controller.simulation.plexbench.consolidation import table_7
-from plexrl_controller.simulation.plexbench.rows import Progress, Row, Task, run_all
+from plexrl_controller.simulation.plexbench.rows import Row, Runner, Task
 from plexrl_controller.simulation.plexbench.traces import Trace
 
 HOUR_S = 3600.0
@@ -32,7 +32,7 @@ CI = Size(
     group_iterations=60,
     exact_iterations=15,
     traces=(traces.CI_TRACE,),
-    ablation=Trace(512, 1.2, 4 * HOUR_S, 30.0, complete=False),
+    ablation=traces.CI_TRACE,
     scales=((8, 8.0, False), (64, 8.0, False), (512, 4.0, False), (2048, 1.0, False)),
 )
 FULL = Size(
@@ -61,21 +61,22 @@ FULL = Size(
 SIZES = {size.name: size for size in (CI, FULL)}
 
 
-def run(size: Size, workers: int, progress: Progress) -> dict[str, Any]:
+def run(size: Size, runner: Runner) -> dict[str, Any]:
     """Runs every table; the report as plain values."""
     iterations = size.group_iterations
     tables: dict[str, list[Row]] = {
-        "T1": traces.table_1(list(size.traces), size.reps, workers, progress),
-        "T1b": traces.table_1b(size.traces[0], size.reps, workers, progress),
-        "T2": groups.table_2(size.reps, iterations, workers, progress),
-        "T2b": groups.table_2b(size.reps, iterations, workers, progress),
-        "T3": traces.table_3(size.ablation, size.reps, iterations, workers, progress),
-        "T4": groups.table_4(size.reps, iterations, workers, progress),
-        "T5": traces.table_5(list(size.scales), 1, 1, progress),
-        "T5b": traces.table_5b(size.reps, progress),
-        "T6": groups.table_6(size.reps, size.exact_iterations, workers, progress),
-        "T7": table_7(size.reps, iterations, workers, progress),
-        "bounds": run_all(
+        "T1": traces.table_1(list(size.traces), size.reps, runner),
+        "T1b": traces.table_1b(size.traces[0], size.reps, runner),
+        "T2": groups.table_2(size.reps, iterations, runner),
+        "T2b": groups.table_2b(size.reps, iterations, runner),
+        "T3": ablation.table_3(size.ablation, size.reps, runner),
+        "T3b": ablation.table_3b(size.reps, iterations, runner),
+        "T4": groups.table_4(size.reps, iterations, runner),
+        "T5": traces.table_5(list(size.scales), 1, runner),
+        "T5b": traces.table_5b(size.reps, runner),
+        "T6": groups.table_6(size.reps, size.exact_iterations, runner),
+        "T7": table_7(size.reps, iterations, runner),
+        "bounds": runner.run_all(
             "bounds",
             [
                 (
@@ -84,8 +85,6 @@ def run(size: Size, workers: int, progress: Progress) -> dict[str, Any]:
                 )
                 for members, busy_share in ((2, 0.8), (3, 0.5), (4, 0.4), (6, 0.3))
             ],
-            workers,
-            progress,
         ),
     }
     return {

@@ -1,15 +1,15 @@
-"""T1, T3 and T5: whole clusters under generated traces, every policy on the same realised segments."""
+"""T1 and T5: whole clusters under generated traces, every policy on the same realised segments."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from time import process_time
 from typing import Any
 
 import numpy as np
 
-from plexrl_controller.scheduling.policy import HoldRule, Order, Policy
+from plexrl_controller.scheduling.policy import Policy
 from plexrl_controller.simulation.baselines import baselines
 from plexrl_controller.simulation.bounds import completion_bound
 from plexrl_controller.simulation.cluster import Cluster, Placement
@@ -17,7 +17,7 @@ from plexrl_controller.simulation.live_placement import LivePlacement
 from plexrl_controller.simulation.live_policy import Decisions, LivePolicy
 from plexrl_controller.simulation.metrics import measure
 from plexrl_controller.simulation.plexbench.groups import generator, stalling
-from plexrl_controller.simulation.plexbench.rows import Progress, Row, Task, collect, run_all, summarise
+from plexrl_controller.simulation.plexbench.rows import Row, Runner, Task, summarise
 from plexrl_controller.simulation.scenarios import share
 from plexrl_controller.simulation.workload import BY_NAME, CLASSES, GeneratorSettings, Hardware, Job, generate
 
@@ -49,49 +49,9 @@ def jobs_of(trace: Trace, rep: int) -> tuple[Job, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Lever:
-    """One change of our policy, to tell what it is worth."""
-
-    policy: Mapping[str, Any]
-    placement: Mapping[str, Any]
-    group: Mapping[str, Any]
-    """For the single group: arguments of `LivePolicy`, and `hints`."""
-
-
-def _lever(
-    *, placement: Mapping[str, Any] | None = None, group: Mapping[str, Any] | None = None, **policy: Any
-) -> Lever:
-    return Lever(policy, placement or {}, group or {})
-
-
-LEVERS: dict[str, Lever] = {
-    "all on (B10)": _lever(),
-    "granularity: phase-level": _lever(hold=HoldRule.PHASE),
-    "granularity: iteration-level": _lever(hold=HoldRule.ITERATION, hold_limit_s=3600.0),
-    "hold: never": _lever(hold=HoldRule.NEVER),
-    "clean eviction off": _lever(placement={"clean_eviction": False}, group={"clean_eviction": False}),
-    "write-back off": _lever(write_back=False),
-    "prefetch off": _lever(prefetch=False),
-    "hints off": _lever(use_hints=False),
-    "hints and learned stalls off": _lever(use_hints=False, use_learned_stalls=False),
-    "chunking off": _lever(chunking=False),
-    "chunks of 15 s": _lever(chunk_s=15.0),
-    "order: las": _lever(order=Order.LAS),
-    "order: hrrs": _lever(order=Order.HRRS),
-    "order: fifo": _lever(order=Order.FIFO),
-    "placement: no prediction, two at most": _lever(predict_slowdown=False, max_members=2),
-    "placement: variation unknown": _lever(correct_variation=False),
-    "placement: no backfill": _lever(placement={"backfill": False}),
-    "consolidated tails off": _lever(placement={"consolidate": False}),
-}
-
-
-def ours(lever: Lever | None = None) -> LivePlacement:
-    """B10, with the defaults of the live controller but for the lever."""
-    lever = lever or _lever()
-    decisions = Decisions(every=TIMED)
-    return LivePlacement(policy=replace(Policy(), **lever.policy), decisions=decisions, **lever.placement)
+def ours(policy: Policy | None = None, **placement: Any) -> LivePlacement:
+    """B10, with the defaults of the live controller unless `policy` says otherwise."""
+    return LivePlacement(policy=policy or Policy(), decisions=Decisions(every=TIMED), **placement)
 
 
 def policies() -> dict[str, Callable[[], Placement]]:
@@ -99,7 +59,7 @@ def policies() -> dict[str, Callable[[], Placement]]:
     found: dict[str, Callable[[], Placement]] = {}
     for index, baseline in enumerate(baselines()):
         found[baseline.name] = lambda index=index: baselines()[index]  # type: ignore[misc]
-    found["B10-no-tails"] = lambda: ours(LEVERS["consolidated tails off"])
+    found["B10-no-tails"] = lambda: ours(consolidate=False)
     found["B10"] = ours
     return found
 
@@ -110,9 +70,13 @@ TITLES = {b.name: b.title for b in baselines()} | {
 }
 
 
-def run_trace(trace: Trace, rep: int, policy: str, lever: str | None = None) -> Mapping[str, float]:
+def run_trace(trace: Trace, rep: int, policy: str) -> Mapping[str, float]:
     """Runs one policy over one trace."""
-    placement = policies()[policy]() if lever is None else ours(LEVERS[lever])
+    return run_placement(trace, rep, policies()[policy]())
+
+
+def run_placement(trace: Trace, rep: int, placement: Placement) -> Mapping[str, float]:
+    """Metrics of one placement over one trace, and LB1 where it ran to its end."""
     jobs = jobs_of(trace, rep)
     cluster = Cluster(trace.gpus, Hardware(), placement)
     end_s = trace.window_s + (0.0 if trace.complete else WARM_UP_S)
@@ -129,7 +93,7 @@ def run_trace(trace: Trace, rep: int, policy: str, lever: str | None = None) -> 
     return measured
 
 
-def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) -> list[Row]:
+def table_1(traces: list[Trace], reps: int, runner: Runner) -> list[Row]:
     """Every policy on every trace; completion relative to Isolated = 100, which is B0 of the same repetition."""
     tasks = []
     for trace in traces:
@@ -142,7 +106,7 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
                 "mean_iterations": trace.mean_iterations,
             }
             tasks.append((keys, [Task(run_trace, (trace, rep, name)) for rep in range(reps)]))
-    repetitions = collect("T1", tasks, workers, progress)
+    repetitions = runner.collect("T1", tasks)
     rows = []
     isolated: list[Mapping[str, float]] = []
     for row_keys, results in repetitions:
@@ -152,6 +116,7 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
                 **result,
                 "completion": 100.0 * result["completion_s"] / alone["completion_s"],
                 "completion_95": 100.0 * result["completion_95_s"] / alone["completion_95_s"],
+                "floor": 100.0 * result.get("lb1_s", math.nan) / alone["completion_s"],
             }
             for result, alone in zip(results, isolated, strict=True)
         ]
@@ -159,62 +124,21 @@ def table_1(traces: list[Trace], reps: int, workers: int, progress: Progress) ->
     return rows
 
 
-MARGINS = (0.0, 0.05, 0.1, 0.2)
+MARGINS = (0.0, 1 / 6, 1 / 3, 2 / 3, 5 / 6)
 
 
 def with_margin(trace: Trace, rep: int, margin: float) -> Mapping[str, float]:
-    """Our policy with this much kept free below each target."""
-    placement = ours(_lever(slowdown_margin=margin))
-    cluster = Cluster(trace.gpus, Hardware(), placement)
-    cluster.run(jobs_of(trace, rep))
-    return asdict(measure(cluster, WARM_UP_S, trace.window_s, complete=True))
+    """Our policy with this part of what each target allows kept free."""
+    return run_placement(trace, rep, ours(Policy(slowdown_margin=margin)))
 
 
-def table_1b(trace: Trace, reps: int, workers: int, progress: Progress) -> list[Row]:
+def table_1b(trace: Trace, reps: int, runner: Runner) -> list[Row]:
     """Saving against SLO attainment: the margin below the target is an operator's choice."""
     tasks = [
         ({"slowdown_margin": margin}, [Task(with_margin, (trace, rep, margin)) for rep in range(reps)])
         for margin in MARGINS
     ]
-    return run_all("T1b", tasks, workers, progress)
-
-
-def swapping_group(lever: str, iterations: int, seed: int) -> Mapping[str, float]:
-    """Three tool jobs, 30 % busy each, on a device that holds two of their states; 4 s a move."""
-    chosen = LEVERS[lever]
-    jobs = [stalling(BY_NAME["tool-8B"], 0.3, iterations, generator(seed, i)) for i in range(3)]
-    errors = generator(seed, 99)
-
-    def hint(stall_s: float) -> float | None:
-        return stall_s * math.exp(0.25 * errors.standard_normal()) if errors.random() < 0.8 else None
-
-    discipline = LivePolicy(replace(Policy(), **chosen.policy), Decisions(), **chosen.group)
-    shared = share(jobs, discipline, swap_s=4.0, device_states=2.0, hints=hint)
-    saving, slowdown = shared.until_first_end(jobs)
-    swapped = sum(1 for s in shared.setups_s if s > 0.0)
-    return {
-        "group_saving": saving,
-        "group_slowdown_mean": slowdown,
-        "group_setup_s": sum(shared.setups_s) / len(shared.setups_s),
-        "group_prefetch_hit_rate": shared.prefetch_hits / max(1, shared.prefetch_hits + swapped),
-    }
-
-
-def table_3(trace: Trace, reps: int, iterations: int, workers: int, progress: Progress) -> list[Row]:
-    """Ablation: one lever at a time, on the trace and on a group whose states do not fit the device together."""
-    tasks = [({"lever": name}, [Task(run_trace, (trace, rep, "B10", name)) for rep in range(reps)]) for name in LEVERS]
-    rows = run_all("T3", tasks, workers, progress)
-    tasks = [
-        ({"lever": name}, [Task(swapping_group, (name, iterations, rep)) for rep in range(reps)]) for name in LEVERS
-    ]
-    for row, more in zip(rows, run_all("T3 group", tasks, workers, progress), strict=True):
-        row.update(more)
-    reference = rows[0]
-    for row in rows:
-        row["worth_saving"] = reference["saving"] - row["saving"]
-        row["worth_slo_jobs"] = reference["slo_jobs"] - row["slo_jobs"]
-        row["worth_group_saving"] = reference["group_saving"] - row["group_saving"]
-    return rows
+    return runner.run_all("T1b", tasks)
 
 
 def scale(gpus: int, load: float, window_s: float, small_jobs: bool, policy: str, rep: int) -> Mapping[str, float]:
@@ -249,14 +173,14 @@ def scale(gpus: int, load: float, window_s: float, small_jobs: bool, policy: str
     return measured
 
 
-def table_5(runs: list[tuple[int, float, bool]], reps: int, workers: int, progress: Progress) -> list[Row]:
+def table_5(runs: list[tuple[int, float, bool]], reps: int, runner: Runner) -> list[Row]:
     """Scale, run time and decision latency: (GPUs, hours, small jobs), the engine alone (B0) and with our policy."""
     tasks = []
     for gpus, hours, small in runs:
         for policy in ("B0", "B10"):
             keys = {"gpus": gpus, "policy": policy, "hours": hours, "mix": "8-GPU jobs" if small else "all classes"}
             tasks.append((keys, [Task(scale, (gpus, 1.2, hours * 3600.0, small, policy, rep)) for rep in range(reps)]))
-    return run_all("T5", tasks, workers, progress)
+    return runner.run_all("T5", tasks, alone=True)
 
 
 def decision_cost(members: int, seed: int) -> Mapping[str, float]:
@@ -272,10 +196,10 @@ def decision_cost(members: int, seed: int) -> Mapping[str, float]:
     }
 
 
-def table_5b(reps: int, progress: Progress) -> list[Row]:
+def table_5b(reps: int, runner: Runner) -> list[Row]:
     """Cost of a decision by members of the group; in one process, because it measures time."""
     tasks = [
         ({"members": members}, [Task(decision_cost, (members, rep)) for rep in range(reps)])
         for members in (1, 2, 4, 8, 16, 32)
     ]
-    return run_all("T5 decisions", tasks, 1, progress)
+    return runner.run_all("T5 decisions", tasks, alone=True)

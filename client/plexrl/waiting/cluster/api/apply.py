@@ -65,7 +65,8 @@ def apply(schema: Schema, current: Object, applied: Object, manager: str, force:
         raise _conflict(conflicts)
     before = {path for entry in entries if _is_applier(entry, manager) for path in _paths(entry["fieldsV1"])}
     merged = merge_applied(schema, current, applied)
-    for path in sorted(before - wanted.keys() - others, key=len, reverse=True):
+    # Deep before shallow, and an entry of a list as a whole (".") before the key by which it is found.
+    for path in sorted(before - wanted.keys() - others, key=lambda path: (-len(path), path)):
         merged = _without(schema, merged, path)
     taken = {path for path, _ in conflicts}
     mine = _entry(manager, "Apply", current.get("apiVersion", applied.get("apiVersion")), set(wanted), now)

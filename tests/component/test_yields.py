@@ -1,0 +1,126 @@
+"""Under a whole leader: a long generate gives way to a job that waits, and goes on in the same attempt."""
+
+import pytest
+
+from plexrl.v1 import call_pb2
+from plexrl_controller.api.explain import explain
+from plexrl_controller.dispatch.views import group_view
+from plexrl_controller.domain.ids import CallId, JobId
+from plexrl_controller.domain.records import Call, Model
+from plexrl_controller.domain.states import CallKind, CallState
+from plexrl_controller.scheduling.policy import HoldRule, Policy
+from plexrl_controller.store.memory import MemoryStore
+from tests.support import specs
+from tests.support.leader import Leader, running_leader
+
+POLICY = Policy(quantum_s=1.0, chunk_s=5.0, hold=HoldRule.NEVER)
+
+
+async def two_jobs(leader: Leader) -> tuple[Model, Model]:
+    await leader.join()
+    return await leader.model(await leader.job("long")), await leader.model(await leader.job("short"))
+
+
+def record(leader: Leader, call: call_pb2.Call) -> Call:
+    return leader.core.ledger.calls[CallId(call.call_id)]
+
+
+async def yielded(leader: Leader) -> tuple[call_pb2.Call, call_pb2.Call]:
+    """A long generate has given way to another job's, which is given to the worker."""
+    long, short = await two_jobs(leader)
+    assert leader.worker_id is not None
+    running = await leader.submit(long, specs.generate())
+    await leader.settle()
+    leader.clock.time += 4.0
+    waiting = await leader.submit(short, specs.generate())
+    await leader.settle()
+    assert asked(leader) == []
+    leader.clock.time += 2.0
+    leader.core.wake(leader.worker_id)
+    await leader.settle()
+    assert asked(leader) == [running.call_id]
+    leader.core.wake(leader.worker_id)
+    await leader.settle()
+    assert asked(leader) == [running.call_id]
+    incarnation = leader.core.ledger.workers[leader.worker_id].incarnation
+    while record(leader, running).state is not CallState.YIELDED:
+        await leader.dispatcher.reports_came(leader.worker_id, incarnation, leader.worker.run(1))
+        await leader.settle()
+    return running, waiting
+
+
+def asked(leader: Leader) -> list[str]:
+    return [order.yield_call.call.call_id for order in leader.transport.sent if order.HasField("yield_call")]
+
+
+async def test_a_long_call_gives_way_and_goes_on_in_the_same_attempt() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        running, waiting = await yielded(leader)
+        assert record(leader, waiting).state is CallState.DISPATCHED
+        ready = group_view(leader.core.ledger, leader.worker_id, leader.clock.now()).job(JobId(running.job_id))  # type: ignore[arg-type]
+        assert ready is not None
+        assert [call.call_id for call in ready.ready] == [running.call_id]
+        assert ready.in_flight == 0
+        assert "YIELDED" in explain(leader.core, record(leader, running), leader.clock.now())[0]
+        await leader.work()
+        assert record(leader, waiting).state is CallState.SUCCEEDED
+        assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 1)
+        assert leader.worker.executed == [waiting.call_id, running.call_id]
+
+
+async def test_a_stall_is_not_learned_from_waiting_after_a_yield() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        running, _ = await yielded(leader)
+        leader.clock.time += 3.0
+        await leader.work()
+        estimates = leader.core.ledger.groups[leader.worker_id].estimates  # type: ignore[index]
+        assert not estimates._jobs[JobId(running.job_id)].stall
+        assert estimates._jobs[JobId(running.job_id)].service[CallKind.GENERATE].observations == 1
+
+
+async def test_a_yielded_call_is_cancelled_like_a_running_one() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        running, waiting = await yielded(leader)
+        await leader.calls.CancelCall(call_pb2.CancelCallRequest(request_id="cancel", call_id=running.call_id), None)
+        assert record(leader, running).state is CallState.CANCELLING
+        await leader.work()
+        assert record(leader, waiting).state is CallState.SUCCEEDED
+
+
+async def test_a_new_leader_goes_on_with_a_call_that_yielded() -> None:
+    """It is durable that it yielded; its worker is asked for nothing until its turn comes."""
+    store = MemoryStore()
+    async with running_leader(store, policy=POLICY) as leader:
+        running, waiting = await yielded(leader)
+        worker = leader.worker
+        worker.queue.clear()
+    async with running_leader(store, worker, policy=POLICY) as leader:
+        assert record(leader, running).state is CallState.YIELDED
+        await leader.join()
+        await leader.work()
+        assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 1)
+        assert record(leader, waiting).state is CallState.SUCCEEDED
+
+
+async def test_a_yielded_call_of_a_lost_worker_runs_anew() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        running, _ = await yielded(leader)
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 2)
+
+
+@pytest.mark.parametrize("yields", [True, False])
+async def test_only_workers_that_can_are_asked(yields: bool) -> None:
+    async with running_leader(policy=POLICY) as leader:
+        leader.worker.capabilities.yields = yields
+        long, short = await two_jobs(leader)
+        await leader.submit(long, specs.generate())
+        await leader.settle()
+        await leader.submit(short, specs.generate())
+        leader.clock.time += 6.0
+        leader.core.wake(leader.core.ledger.models[long.model_id].worker_id)  # type: ignore[arg-type]
+        await leader.settle()
+        assert bool(asked(leader)) == yields
+        await leader.work()

@@ -1,0 +1,92 @@
+"""Requests of calls that gave way, taken out of vLLM's scheduler and put back: what runs meanwhile never sees them.
+
+Their KV stays where it is as long as there is room for it; it is given up when others need the blocks or the device
+goes, and computed again when they are put back. Their tokens, and where their random streams stand, stay in the engine
+either way. Private fields of vLLM's scheduler (pinned; `tests/e2e/test_engine_vllm.py` would notice).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from plexrl_worker.engine.port import FinishReason
+
+
+@dataclass
+class Sampled:
+    """A generate that gave way: what has ended of it, and the requests that have not."""
+
+    model: str
+    version: int
+    request_ids: list[str]
+    finished: dict[int, tuple[list[int], list[float], FinishReason]]
+    """By the number of the completion: token ids, log-probabilities, and why it ended."""
+    running: list[Any] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
+
+
+class Parking:
+    """The executions of one engine that gave way, by name."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._scheduler: Any = engine.engine_core.engine_core.scheduler
+        self._parked: dict[str, Sampled] = {}
+
+    def unfinished(self) -> bool:
+        """Whether requests are there that are not parked."""
+        return bool(self._scheduler.has_unfinished_requests())
+
+    def park(self, name: str, sampled: Sampled) -> None:
+        """Takes every request out of the scheduler: all of them are the execution's."""
+        scheduler = self._scheduler
+        sampled.running, scheduler.running = list(scheduler.running), []
+        sampled.waiting = [scheduler.waiting.pop_request() for _ in range(len(scheduler.waiting))]
+        self._parked[name] = sampled
+
+    def take(self, name: str, model: str, version: int) -> Sampled | None:
+        """Puts an execution's requests back, where it is parked and was begun on these weights."""
+        sampled = self._parked.get(name)
+        if sampled is None:
+            return None
+        if (sampled.model, sampled.version) != (model, version):
+            self.forget(name)
+            return None
+        del self._parked[name]
+        self._scheduler.running.extend(sampled.running)
+        for request in sampled.waiting:
+            self._scheduler.waiting.add_request(request)
+        sampled.running, sampled.waiting = [], []
+        return sampled
+
+    def make_room(self, tokens: Sequence[int]) -> None:
+        """Gives up parked KV where new requests, each of which may grow to so many tokens, would not fit beside it."""
+        if not any(sampled.running for sampled in self._parked.values()):
+            return
+        block_tokens = self._scheduler.block_size
+        wanted = sum(-(-count // block_tokens) for count in tokens)
+        if wanted > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            self.give_up_kv()
+
+    def give_up_kv(self) -> None:
+        """Frees the blocks of all parked requests; what they have sampled stays, and KV is computed again later."""
+        scheduler = self._scheduler
+        for sampled in self._parked.values():
+            for request in reversed(sampled.running):
+                scheduler._preempt_request(request, time.monotonic())
+                sampled.waiting.insert(0, scheduler.waiting.pop_request())
+                scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            sampled.running = []
+
+    def forget(self, name: str) -> None:
+        """Gives up what an execution has sampled; there may be nothing."""
+        if (sampled := self._parked.pop(name, None)) is not None:
+            self._engine.abort_request(sampled.request_ids)
+
+    def forget_model(self, model: str) -> None:
+        """The same for all executions of a model."""
+        for name in [name for name, sampled in self._parked.items() if sampled.model == model]:
+            self.forget(name)
