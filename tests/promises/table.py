@@ -239,6 +239,7 @@ MUTATIONS = (
         "          AND NOT EXISTS (SELECT FROM checkpoints WHERE checkpoints.model_id = models.model_id)\n",
         "",
         "what a checkpoint belongs to goes with history",
+        seen="the database refused",
     ),
     Mutation(
         "G17",
