@@ -10,7 +10,9 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import plexrl
 
@@ -64,7 +66,7 @@ def calls_before(step: int) -> int:
 def run_step(model: plexrl.Model, step: int, sent: int) -> dict[str, object] | None:
     """The calls of a step that were not sent before; what they came to, when the whole step was this life's."""
     batch = plexrl.TrainingBatch.from_targets([[1, 2 + step % 5]], [[3, 4 + step % 7]])
-    calls = [
+    calls: list[Callable[[], Any]] = [
         lambda: model.forward_backward.submit(batch, loss="cross_entropy"),
         lambda: model.optim_step.submit(lr=1e-2),
         lambda: model.sync_weights.submit(),
@@ -86,4 +88,4 @@ def run_step(model: plexrl.Model, step: int, sent: int) -> dict[str, object] | N
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], int(sys.argv[5]), float(sys.argv[6]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), float(sys.argv[6]))
