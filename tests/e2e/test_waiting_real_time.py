@@ -114,7 +114,8 @@ async def test_real_time_gives_the_history_of_virtual_time() -> None:
         for name in names:
             async with session.post(PODS, json=pod(name)) as response:
                 assert response.status == 201
-        while len(real) < len(names):
+        # A busy machine is late now and then, but not for ever.
+        while len(real) < len(names) or (min(late) > 3 * tick_s * speed and len(late) < 1000):
             await asyncio.sleep(tick_s)
             late.append((time.monotonic() - began_s) * speed - simulation.now_s)
     assert dict(real) == pytest.approx(dict(virtual), abs=1e-6)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
@@ -60,6 +60,7 @@ def test_agrees_with_scipy(law: Part, reference: stats.rv_continuous) -> None:
     assert law.mean_s == pytest.approx(reference.mean())
 
 
+@settings(max_examples=30)
 @given(law=st.one_of(SIMPLE, MIXED), seed=st.integers(0, 2**32))
 def test_samples_follow_the_law_and_the_seed(law: Part, seed: int) -> None:
     drawn = law.samples(np.random.default_rng(seed), 400)

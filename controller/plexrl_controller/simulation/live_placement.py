@@ -72,6 +72,7 @@ class LivePlacement:
     _by_id: dict[GroupId, Group] = field(default_factory=dict)
     _members: dict[int, _Member] = field(default_factory=dict)
     _pairing: dict[JobClass, bool] = field(default_factory=dict)
+    _policies: dict[bool, Policy] = field(default_factory=dict)
     _requests: dict[tuple[int, Form], PlacementRequest] = field(default_factory=dict)
 
     def next(self, cluster: Cluster) -> tuple[Job, Admission] | None:
@@ -137,7 +138,10 @@ class LivePlacement:
         return self._pairing[c]
 
     def _policy_for(self, form: Form) -> Policy:
-        return replace(self.policy, share_rollout=form.consolidation is not None)
+        share = form.consolidation is not None
+        if share not in self._policies:
+            self._policies[share] = replace(self.policy, share_rollout=share)
+        return self._policies[share]
 
     def _request(self, cluster: Cluster, job: Job, form: Form) -> PlacementRequest:
         key = (job.index, form)

@@ -73,7 +73,7 @@ class _Memory:
 class Learner:
     """Follows the schedule that is best under its estimate.
 
-    With `probes`, now and then, and ever more seldom, it looks once where no schedule would: inside the stretch in
+    With `probes`, now and then, and ever more seldom, it looks twice where no schedule would: inside the stretch in
     which it expects the end and has not seen what happens. A learner that only does what seems best may never find out
     that an operation sometimes finishes long before its first look.
     """
@@ -128,16 +128,19 @@ _BEFORE_DRIFT = 8  # observations that make an estimate worth defending
 
 # Numbers of observations after which it probes: often while that pays, then each time there are twice as many.
 _PROBES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 24, 28} | {56 * 2**k for k in range(8)})
+_PROBING_LOOKS = 2
 _GOLDEN = 0.6180339887498949
 
 
 def probed(edges: FloatArray, mass: FloatArray, looks: FloatArray, count: int) -> FloatArray:
-    """The schedule with one look more, in the likeliest stretch, at a place that differs from probe to probe."""
-    ends = np.concatenate(([0.0], looks, [edges[-1]]))
-    likely = np.diff(np.interp(ends, edges, np.concatenate(([0.0], np.cumsum(mass)))))
-    stretch = int(np.argmax(likely))
-    part = 0.2 + 0.6 * ((count * _GOLDEN) % 1.0)
-    return np.sort(np.append(looks, ends[stretch] + part * (ends[stretch + 1] - ends[stretch])))
+    """The schedule with two looks more, each in the stretch that is then likeliest, at ever other places in it."""
+    below = np.concatenate(([0.0], np.cumsum(mass)))
+    for number in range(_PROBING_LOOKS):
+        ends = np.concatenate(([0.0], looks, [edges[-1]]))
+        stretch = int(np.argmax(np.diff(np.interp(ends, edges, below))))
+        part = 0.2 + 0.6 * (((3 * count + number) * _GOLDEN) % 1.0)
+        looks = np.sort(np.append(looks, ends[stretch] + part * (ends[stretch + 1] - ends[stretch])))
+    return looks
 
 
 def empirical_quantiles(name: str = "empirical", *, forgets: bool = True) -> Learner:

@@ -1,6 +1,7 @@
 """`plexrl waiting learn`: one job per seed, all at once on a cluster of one worker; their curves, and the clock."""
 
 import json
+import resource
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from plexrl.waiting.sandbox import Sandbox
 GOAL = 1.15
 THREADS = 2
 KV_CACHE_BYTES = "64M"
+_WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 @dataclass
@@ -53,6 +55,7 @@ def run(out: Path, seeds: int, settings: Settings | None = None, console: Consol
         data_dir=out / "cluster", workers=1, kv_cache_bytes=KV_CACHE_BYTES, threads=THREADS
     )
     start = time.monotonic()
+    before_s = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, _WHOSE))
     with LocalCluster(cluster_settings) as local, Sandbox() as sandbox, ThreadPoolExecutor(seeds) as threads:
 
         def learn(seed: int) -> Learned:
@@ -62,17 +65,23 @@ def run(out: Path, seeds: int, settings: Settings | None = None, console: Consol
 
         found = list(threads.map(learn, range(seeds)))
     seconds = time.monotonic() - start
+    # Of this process and, now that they have ended, of all parts of the cluster.
+    processor_s = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, _WHOSE)) - before_s
     report = {
         "goal": GOAL,
         "tasks": {"trained_on": len(waiting.TRAINED_ON), "held_out": len(waiting.HELD_OUT)},
         "settings": asdict(settings),
         "seconds": seconds,
+        "processor_s": processor_s,
         "seeds": [asdict(one) for one in found],
     }
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(out / "learned.png", found)
     console.print(_table(found))
-    console.print(f"{seconds:.0f} s in all. Wrote report.json and learned.png to {out}/", highlight=False)
+    console.print(
+        f"{seconds:.0f} s in all, {processor_s:.0f} s of processor time. Wrote report.json and learned.png to {out}/",
+        highlight=False,
+    )
     return 0 if all(one.reached for one in found) else 1
 
 

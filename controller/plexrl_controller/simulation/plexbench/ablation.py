@@ -76,6 +76,7 @@ def table_3(trace: Trace, reps: int, runner: Runner) -> list[Row]:
                 **result,
                 "worth_saving": on["saving"] - result["saving"],
                 "worth_slo_jobs": on["slo_jobs"] - result["slo_jobs"],
+                "worth_queue_s": result["queue_mean_s"] - on["queue_mean_s"],
             }
             for result, on in zip(results, reference, strict=True)
         ]

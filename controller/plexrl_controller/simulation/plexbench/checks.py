@@ -141,7 +141,8 @@ def _frontier(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
 def _levers(traces: Sequence[Row], groups: Sequence[Row]) -> Check:
     """A lever that makes no difference where it is meant to should go. Intervals are those of the paired difference."""
     off = [row for row in traces if not row["lever"].startswith(("all on", "order", "chunking"))]
-    found = {row["lever"]: _shown(row, "worth_saving") or _shown(row, "worth_slo_jobs") for row in off}
+    figures = ("worth_saving", "worth_slo_jobs", "worth_queue_s")
+    found = {row["lever"]: any(_shown(row, figure) for figure in figures) for row in off}
     found |= {row["lever"]: _shown(row, "worth") for row in groups}
     unshown = [lever for lever, shown in found.items() if not shown]
     name = "T3: every lever is worth more than the interval of its difference where it is meant to help"

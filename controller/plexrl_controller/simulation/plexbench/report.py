@@ -24,7 +24,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "T2": ("shape", "k", "ceiling", "published", "saving", "slowdown_mean", "slowdown_worst"),
     "T2b": ("d", "k", "granularity", "prototype_saving", "prototype_slowdown", "saving", "slowdown_mean"),
     "T3": ("lever", "saving", "worth_saving", "slo_jobs", "worth_slo_jobs", "slowdown_mean", "slowdown_p99",
-           "queue_mean_s", "decided"),
+           "queue_mean_s", "worth_queue_s", "decided"),
     "T3b": ("lever", "scenario", "figure", "with_it", "without", "worth"),
     "T4": ("swap_s", "hold", "predicted_slowdown", "admitted", "saving", "slowdown_mean", "swap_share", "hold_share",
            "ecap_over_bound"),
@@ -71,7 +71,8 @@ NOTES = {
     ),
     "T3": (
         "The first trace of T1 with one thing changed. `worth` is what the change loses against B10 in the same "
-        "repetition, with the interval of the difference. Levers that act on one group are below."
+        "repetition, with the interval of the difference, over twice as many repetitions as elsewhere. Levers that act "
+        "on one group are below."
     ),
     "T3b": (
         "With and without one lever on the same segments; a positive worth helps. `cheap swaps`: three tool jobs, 30 % "

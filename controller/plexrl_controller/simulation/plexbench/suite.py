@@ -69,7 +69,7 @@ def run(size: Size, runner: Runner) -> dict[str, Any]:
         "T1b": traces.table_1b(size.traces[0], size.reps, runner),
         "T2": groups.table_2(size.reps, iterations, runner),
         "T2b": groups.table_2b(size.reps, iterations, runner),
-        "T3": ablation.table_3(size.ablation, size.reps, runner),
+        "T3": ablation.table_3(size.ablation, 2 * size.reps, runner),
         "T3b": ablation.table_3b(size.reps, iterations, runner),
         "T4": groups.table_4(size.reps, iterations, runner),
         "T5": traces.table_5(list(size.scales), 1, runner),
