@@ -114,6 +114,8 @@ class JobFacts:
     """Kind of the call that finished last."""
     wait_s: float = 0.0
     calls_succeeded: int = 0
+    client_state_keys: dict[RequestId, str] = field(default_factory=dict)
+    """Requests that replaced the client state, oldest first, with the hash of their content."""
 
 
 class Ledger:
