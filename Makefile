@@ -64,6 +64,10 @@ test-long: $(INSTALLED) ## the tests that take minutes each: real engines killed
 simulate-faults: $(INSTALLED) ## the controller in a simulated world that fails, SEEDS=10000 seeds (20 minutes on 2 cores)
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.faults --seeds $(SEEDS)
 
+.PHONY: promises
+promises: $(INSTALLED) ## break the code in one place at a time and see each promise's test notice (QUICK=1: without real engines)
+	@PYTHONPATH=. $(BIN)/python -m tests.promises $(if $(QUICK),--quick)
+
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## MESSAGES=10000 bad messages to every rpc of the controller: a declared status, and the next good call works
 	@FUZZ_MESSAGES=$(or $(MESSAGES),10000) $(BIN)/python -m pytest -q -o timeout=3600 tests/component/test_fuzz.py
@@ -103,8 +107,8 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: faults
-faults: $(INSTALLED) ## kill -9 of every part, KILLS=10 times each, under running jobs; bit-equality after them (half an hour)
-	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest -q -s tests/fault
+faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (half an hour)
+	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest -q -s -m fault tests/fault
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)
@@ -121,6 +125,10 @@ plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
 .PHONY: plexbench-full
 plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
 	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
+
+.PHONY: live-vs-simulated
+live-vs-simulated: $(INSTALLED) ## three real jobs on one real worker: the simulator foretells each one's slowdown (5 minutes)
+	@$(BIN)/python -m benchmarks.live_vs_simulated --out out/live-vs-simulated
 
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)

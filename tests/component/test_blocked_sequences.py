@@ -19,7 +19,10 @@ async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
         await submit.cancel(leader.core, call_of(leader, third.call_id))
         await leader.work()
         assert [call_of(leader, c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2
-        assert await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id]) == 4
+        assert (
+            await models.resume_sequence(leader.core, leader.key("resume"), leader.core.ledger.models[model.model_id])
+            == 4
+        )
 
 
 async def test_a_failure_before_a_cancelled_call_fails_what_lies_between() -> None:
@@ -44,5 +47,5 @@ async def test_giving_up_a_gap_ends_the_generates_that_wait_for_a_version_behind
         await leader.submit(model, specs.sync(), 2)
         waiting = await leader.submit(model, specs.generate())
         assert waiting.weights_version == 2
-        await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id])
+        await models.resume_sequence(leader.core, leader.key("resume"), leader.core.ledger.models[model.model_id])
         assert call_of(leader, waiting.call_id).reason is CallReason.PREDECESSOR_FAILED

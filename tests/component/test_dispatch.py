@@ -15,8 +15,8 @@ from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
-from plexrl_controller.store.port import Changes
 from tests.support import specs
+from tests.support.gated_store import GatedStore
 from tests.support.leader import Leader, running_leader
 from tests.support.worker_double import STATE_BYTES, WorkerDouble
 
@@ -84,7 +84,9 @@ async def test_a_failed_call_fails_its_successors_until_the_sequence_is_resumed(
         with pytest.raises(FailedPrecondition) as refused:
             await leader.submit(model, specs.optim_step(), 4)
         assert refused.value.reason == "PREDECESSOR_FAILED"
-        number = await models.resume_sequence(leader.core, leader.core.ledger.models[model.model_id])
+        number = await models.resume_sequence(
+            leader.core, leader.key("resume"), leader.core.ledger.models[model.model_id]
+        )
         assert number == 4
         good = await leader.submit(model, specs.optim_step(), number)
         await leader.work()
@@ -108,6 +110,20 @@ async def test_generate_uses_the_last_sync_submitted_before_it_and_sync_drains_o
         assert gone.value.reason == "VERSION_GONE"
         with pytest.raises(InvalidArgument):
             await leader.submit(model, specs.generate_at(exact=7))
+
+
+async def test_a_sync_lets_earlier_generates_finish_also_where_both_waited_for_the_worker() -> None:
+    """G06: sequenced calls are looked at first; a sync among them must not overtake."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        leader.dispatcher.stream_closed(worker_id, 1)
+        old = await leader.submit(model, specs.generate())
+        sync = await leader.submit(model, specs.sync(), 1)
+        new = await leader.submit(model, specs.generate())
+        await leader.dispatcher.stream_opened(worker_id, 1, leader.worker.status())
+        await leader.work()
+        assert leader.worker.executed == [old.call_id, sync.call_id, new.call_id]
 
 
 async def test_two_jobs_swap_on_a_device_that_holds_one() -> None:
@@ -312,6 +328,7 @@ async def test_attempts_that_keep_dying_end_the_call() -> None:
 
 
 async def test_a_deadline_ends_a_call_that_waits() -> None:
+    """G03."""
     async with running_leader() as leader:
         await leader.join()
         model = await leader.model(await leader.job(lease_s=3600.0))
@@ -541,19 +558,6 @@ async def test_a_stream_that_opens_early_hears_nothing_of_a_call_that_is_not_dur
 async def queued(requests: "asyncio.Queue[call_pb2.ConnectRequest]") -> AsyncIterator[call_pb2.ConnectRequest]:
     while True:
         yield await requests.get()
-
-
-class GatedStore(MemoryStore):
-    """Commits only while the gate is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def commit(self, term: int, changes: Changes) -> None:
-        await self.gate.wait()
-        await super().commit(term, changes)
 
 
 async def test_a_lora_rank_that_no_worker_offers_is_refused() -> None:

@@ -5,6 +5,7 @@ Messages are good ones with fields replaced, at any depth, and bytes that are no
 
 import asyncio
 import contextvars
+import itertools
 import os
 import re
 from collections.abc import Coroutine, Iterator
@@ -85,6 +86,7 @@ class Target:
         self.loop = asyncio.new_event_loop()
         self._context = contextvars.copy_context()
         self.sent = 0
+        self._songs = itertools.count()
         self._running = running_leader()
         self.leader: Leader = self.do(self._running.__aenter__())
         self.leader.core.transport = self.leader.transport = LenientTransport(self.leader.worker)
@@ -200,7 +202,7 @@ class Target:
         """Another job's next good call works."""
         stub = call_pb2_grpc.CallServiceStub(self.channel)
         request = call_pb2.SubmitCallRequest(
-            request_id=f"canary-{self.sent}", job_id=self.canary.job_id, model_id=self.canary.model_id,
+            request_id=f"canary-{next(self._songs)}", job_id=self.canary.job_id, model_id=self.canary.model_id,
             spec=specs.generate(),
         )  # fmt: skip
         metadata = (("authorization", "Bearer admin"),)

@@ -102,6 +102,7 @@ async def test_hints_that_are_always_too_short_are_corrected_in_the_view() -> No
 
 
 async def test_explain_names_the_job_that_has_the_group_and_the_numbers() -> None:
+    """G13."""
     async with running_leader(policy=Policy(quantum_s=10.0)) as leader:
         await leader.join()
         a = await leader.model(await leader.job("a"))

@@ -168,6 +168,7 @@ async def test_deploying_leaves_on_the_device_what_was_there(tmp_path: Path) -> 
 async def test_what_cannot_run_is_refused_and_applies_nothing(
     tmp_path: Path, order: w.RunCallOrder, expected: str
 ) -> None:
+    """G06: a version that is not there, and all else that must not run."""
     async with cluster(tmp_path) as c:
         await with_model(c)
         assert reason(await c.orders.do(run_call=order)) == expected

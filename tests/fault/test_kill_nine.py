@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import plexrl
+from plexrl.v1 import job_pb2
 from plexrl_controller.embedded.cluster import LocalCluster
 from plexrl_controller.embedded.settings import ClusterSettings
 
@@ -220,15 +221,14 @@ while True:
     doomed.wait()
     doomed.stdout.close()
     with plexrl.connect(local.endpoint, token=local.token) as cluster:
-        deadline = time.monotonic() + 15
-        while True:
-            try:
-                cluster.attach("doomed").detach()
-            except plexrl.errors.NotFound:
-                break
-            # Attaching renews the lease, so look only as often as it allows to run out.
+        deadline = time.monotonic() + HANG_S
+        # A listing renews no lease, as attaching would.
+        live = job_pb2.ListJobsRequest(live_only=True)
+        while "doomed" in {job.name for job in cluster.connection.unary(cluster.connection.jobs.ListJobs, live).jobs}:
             assert time.monotonic() < deadline
-            time.sleep(7)
+            time.sleep(0.1)
+        with pytest.raises(plexrl.errors.NotFound):
+            cluster.attach("doomed")
         with cluster.job("successor") as job:
             model = job.model("policy", base=plexrl.Init(config(24), seed=9))
             model.load_checkpoint(checkpoint_id)

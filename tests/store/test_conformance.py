@@ -41,6 +41,7 @@ class TestTerms:
         assert terms == sorted(set(terms))
 
     async def test_an_older_term_can_no_longer_write(self, store: Store) -> None:
+        """G20: a controller that was replaced, and does not know it, changes nothing."""
         term = await seeded(store)
         newer = await store.acquire_term("leader-2")
         with pytest.raises(LeadershipLost, match=f"newest is {newer}"):

@@ -158,6 +158,7 @@ class EngineConformance(YieldConformance, PreloadConformance):
         assert model.generate(prompts, replace(SAMPLING, top_k=1)).token_ids.tolist() == greedy.token_ids.tolist()
 
     def test_another_version_is_refused(self, model: Model) -> None:
+        """G06."""
         model.version = 3
         with pytest.raises(VersionMismatch, match="version 3"):
             model.generate(random_batch(8))
@@ -203,6 +204,7 @@ class EngineConformance(YieldConformance, PreloadConformance):
     # Versions.
 
     def test_trainer_and_generator_agree_only_after_a_sync(self, model: Model) -> None:
+        """G06."""
         tokens = random_batch(12)
         model.train(loss_batch(12))
         model.step()
@@ -213,6 +215,7 @@ class EngineConformance(YieldConformance, PreloadConformance):
         assert model.engine.state(model.name).rollout_version == 1
 
     def test_cached_prefixes_of_older_weights_are_never_used(self, model: Model) -> None:
+        """G07."""
         prompts = batch(*(np.random.default_rng(s).integers(2, VOCAB_SIZE, 100).tolist() for s in range(3)))
         for seed in range(3):
             model.generate(prompts)
@@ -439,6 +442,7 @@ class EngineConformance(YieldConformance, PreloadConformance):
 
     @pytest.mark.parametrize("component", list(Component))
     def test_a_flipped_bit_in_a_parked_component_is_found(self, model: Model, component: Component) -> None:
+        """G08."""
         train_a_little(model)
         model.swap_out()
         place = next(entry for entry in model.layout.components if entry.component is component)

@@ -114,7 +114,7 @@ async def running_leader(
     worker: WorkerDouble | None = None,
     clock: ManualClock | None = None,
     policy: Policy | None = None,
-    payloads: MemoryPayloadStore | None = None,
+    payloads: PayloadStore | None = None,
     recovery_policy: RecoveryPolicy | None = None,
 ) -> AsyncIterator[Leader]:
     """Takes leadership of `store` and runs; the same store again is the same database after a restart."""

@@ -87,7 +87,7 @@ def test_the_bound_holds_where_calls_cannot_yield(machine: Machine, calls: list[
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(Order), st.sampled_from(HoldRule), st.integers(1, 3), st.sampled_from([0.0, 2.0]))
 def test_a_flood_starves_nobody(order: Order, hold: HoldRule, floods: int, load_s: float) -> None:
-    """Jobs that always have short calls ready against one whose single call every order would rank last."""
+    """G13: jobs that always have short calls ready against one whose single call every order would rank last."""
     policy = Policy(order=order, hold=hold, starvation_bound_s=50.0, chunk_s=15.0)
     jobs = [MachineJob(JobId(f"flood{i}"), {ModelId(f"f{i}"): 60}, load_s) for i in range(floods)]
     victim = MachineJob(JobId("victim"), {ModelId("v"): 60}, load_s, attained_s=1e9)

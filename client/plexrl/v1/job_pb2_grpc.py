@@ -140,7 +140,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutClientState(self, request, context):
-        """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that.
+        """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that. The same request
+        again changes nothing, also after another. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,9 @@ class JobServiceStub:
     ListJobs: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]
     """Lists the tenant's jobs (every tenant's for admin and viewer), newest first."""
     PutClientState: _grpc.UnaryUnaryMultiCallable[_job_pb2.PutClientStateRequest, _job_pb2.PutClientStateResponse]
-    """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that."""
+    """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that. The same request
+    again changes nothing, also after another. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
+    """
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -90,7 +92,9 @@ class JobServiceAsyncStub(JobServiceStub):
     ListJobs: _aio.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]  # type: ignore[assignment]
     """Lists the tenant's jobs (every tenant's for admin and viewer), newest first."""
     PutClientState: _aio.UnaryUnaryMultiCallable[_job_pb2.PutClientStateRequest, _job_pb2.PutClientStateResponse]  # type: ignore[assignment]
-    """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that."""
+    """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that. The same request
+    again changes nothing, also after another. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
+    """
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Jobs and their leases. Every rpc needs a bearer token; a tenant sees only its own jobs (others are NOT_FOUND).
@@ -167,6 +171,8 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _job_pb2.PutClientStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.PutClientStateResponse, _abc.Awaitable[_job_pb2.PutClientStateResponse]]:
-        """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that."""
+        """Replaces the client state, at most 64 KiB, e.g. step and random state. RESOURCE_EXHAUSTED above that. The same request
+        again changes nothing, also after another. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
+        """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

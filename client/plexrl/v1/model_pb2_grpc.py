@@ -127,7 +127,8 @@ class ModelServiceServicer(object):
     def ResumeSequence(self, request, context):
         """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
         calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
-        Changes nothing when the sequence is free.
+        Changes nothing when the sequence is free; the same request again returns the same number and frees nothing.
+        ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
         FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -135,14 +136,15 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids.
+        """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids. UNAVAILABLE with
+        MODEL_NOT_READY: the model is being built or restored; retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER.
+        """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER, UNAVAILABLE with MODEL_NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

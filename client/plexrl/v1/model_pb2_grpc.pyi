@@ -53,13 +53,16 @@ class ModelServiceStub:
     ResumeSequence: _grpc.UnaryUnaryMultiCallable[_model_pb2.ResumeSequenceRequest, _model_pb2.ResumeSequenceResponse]
     """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
     calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
-    Changes nothing when the sequence is free.
+    Changes nothing when the sequence is free; the same request again returns the same number and frees nothing.
+    ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
     FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_model_pb2.TokenizeRequest, _model_pb2.TokenizeResponse]
-    """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids."""
+    """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids. UNAVAILABLE with
+    MODEL_NOT_READY: the model is being built or restored; retry.
+    """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_model_pb2.DetokenizeRequest, _model_pb2.DetokenizeResponse]
-    """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER."""
+    """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER, UNAVAILABLE with MODEL_NOT_READY."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListCheckpointsRequest, _model_pb2.ListCheckpointsResponse]
     """Lists a model's committed checkpoints, newest first."""
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_model_pb2.ExportCheckpointRequest, _model_pb2.FileChunk]
@@ -90,13 +93,16 @@ class ModelServiceAsyncStub(ModelServiceStub):
     ResumeSequence: _aio.UnaryUnaryMultiCallable[_model_pb2.ResumeSequenceRequest, _model_pb2.ResumeSequenceResponse]  # type: ignore[assignment]
     """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
     calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
-    Changes nothing when the sequence is free.
+    Changes nothing when the sequence is free; the same request again returns the same number and frees nothing.
+    ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
     FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_model_pb2.TokenizeRequest, _model_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids."""
+    """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids. UNAVAILABLE with
+    MODEL_NOT_READY: the model is being built or restored; retry.
+    """
     Detokenize: _aio.UnaryUnaryMultiCallable[_model_pb2.DetokenizeRequest, _model_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER."""
+    """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER, UNAVAILABLE with MODEL_NOT_READY."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_model_pb2.ListCheckpointsRequest, _model_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists a model's committed checkpoints, newest first."""
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_model_pb2.ExportCheckpointRequest, _model_pb2.FileChunk]  # type: ignore[assignment]
@@ -154,7 +160,8 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_model_pb2.ResumeSequenceResponse, _abc.Awaitable[_model_pb2.ResumeSequenceResponse]]:
         """Lets a sequence go on after a call of it ended other than SUCCEEDED, or after numbers that will never be submitted:
         calls that wait behind such a gap fail with PREDECESSOR_FAILED. The next call must carry the returned number.
-        Changes nothing when the sequence is free.
+        Changes nothing when the sequence is free; the same request again returns the same number and frees nothing.
+        ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used for other content.
         FAILED_PRECONDITION with STATE_LOST: only load_checkpoint may come next, and resumes the sequence by itself.
         """
 
@@ -164,7 +171,9 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.TokenizeResponse, _abc.Awaitable[_model_pb2.TokenizeResponse]]:
-        """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids."""
+        """Turns text into token ids. FAILED_PRECONDITION with NO_TOKENIZER: the base has none; send token ids. UNAVAILABLE with
+        MODEL_NOT_READY: the model is being built or restored; retry.
+        """
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -172,7 +181,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.DetokenizeResponse, _abc.Awaitable[_model_pb2.DetokenizeResponse]]:
-        """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER."""
+        """Turns token ids into text. FAILED_PRECONDITION with NO_TOKENIZER, UNAVAILABLE with MODEL_NOT_READY."""
 
     @_abc_1.abstractmethod
     def ListCheckpoints(

@@ -121,8 +121,9 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.PutClientStateRequest, context: Any
     ) -> job_pb2.PutClientStateResponse:
         """Replaces the client's blob."""
-        messages.request_id_of(request.request_id)
-        await jobs.put_client_state(self._core, self._job(request.job_id), request.client_state)
+        job = self._job(request.job_id)
+        key = key_of(f"{job.job_id}/PutClientState", request)
+        await jobs.put_client_state(self._core, key, job, request.client_state)
         return job_pb2.PutClientStateResponse()
 
     def _find(self, request: job_pb2.AttachJobRequest) -> Job:

@@ -82,8 +82,9 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.ResumeSequenceRequest, context: Any
     ) -> model_pb2.ResumeSequenceResponse:
         """Frees a blocked sequence."""
-        messages.request_id_of(request.request_id)
-        next_sequence = await models.resume_sequence(self._core, self._model(request.model_id))
+        model = self._model(request.model_id)
+        key = key_of(f"{model.model_id}/ResumeSequence", request)
+        next_sequence = await models.resume_sequence(self._core, key, model)
         return model_pb2.ResumeSequenceResponse(next_sequence=next_sequence)
 
     async def Tokenize(self, request: model_pb2.TokenizeRequest, context: Any) -> model_pb2.TokenizeResponse:
@@ -97,7 +98,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
                 request, metadata=metadata, timeout=RELAY_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise relayed(error) from error
+            raise self._relayed(error, model) from error
         return tokenized
 
     async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Any) -> model_pb2.DetokenizeResponse:
@@ -112,7 +113,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
                 request, metadata=metadata, timeout=RELAY_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise relayed(error) from error
+            raise self._relayed(error, model) from error
         return texts
 
     async def ListCheckpoints(
@@ -166,7 +167,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     def _with_tokenizer(self, model_id: str) -> Model:
         model = self._model(model_id)
         if model.state is ModelState.CREATING:
-            raise Unavailable(f"model {model.name} is being built; retry", reason="MODEL_NOT_READY", retry_after_s=0.5)
+            raise _not_ready(model)
         if not model.has_tokenizer:
             raise FailedPrecondition(
                 f"model {model.name} has no tokenizer: its base is a bare config; send token ids", reason="NO_TOKENIZER"
@@ -179,6 +180,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             raise Unavailable(f"the worker of model {model.name} is not connected; retry", retry_after_s=1.0)
         return worker_pb2_grpc.WorkerServiceStub(channel), self._transport.metadata
 
+    def _relayed(self, error: grpc.aio.AioRpcError, model: Model) -> ControllerError:
+        """As `relayed`; a worker that does not have the model yet will have it."""
+        present = self._core.ledger.models.get(model.model_id, model)
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and present.state is ModelState.RECOVERING:
+            return _not_ready(present)
+        return relayed(error)
+
     def _job(self, job_id: str) -> Job:
         job = self._core.ledger.job(JobId(job_id))
         require_visible(job.tenant, "job", job_id)
@@ -188,6 +196,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         model = self._core.ledger.model(ModelId(model_id))
         require_visible(model.tenant, "model", model_id)
         return model
+
+
+def _not_ready(model: Model) -> Unavailable:
+    return Unavailable(f"model {model.name} is {model.state.name}; retry", reason="MODEL_NOT_READY", retry_after_s=0.5)
 
 
 def relayed(error: grpc.aio.AioRpcError) -> ControllerError:

@@ -39,11 +39,16 @@ def done_before(core: Core, key: Key) -> str | None:
     known = core.ledger.requests.get((key.scope, key.request_id))
     if known is None:
         return None
-    if known.request_hash != key.request_hash:
+    check_same_content(key, known.request_hash)
+    return known.resource_id
+
+
+def check_same_content(key: Key, request_hash: str) -> None:
+    """Raises AlreadyExists when a key's earlier request had other content."""
+    if request_hash != key.request_hash:
         raise AlreadyExists(
             f"request_id {key.request_id!r} was used for other content; use a fresh id", reason="REQUEST_ID_REUSED"
         )
-    return known.resource_id
 
 
 def remember(batch: Batch, key: Key, resource_id: str) -> None:
@@ -109,10 +114,22 @@ async def finish_job(core: Core, job: Job) -> Job:
     return core.ledger.jobs.get(job.job_id, job)
 
 
-async def put_client_state(core: Core, job: Job, state: bytes) -> None:
-    """Replaces the client's blob."""
+async def put_client_state(core: Core, key: Key, job: Job, state: bytes) -> None:
+    """Replaces the client's blob. The same request again, though another came in between, changes nothing.
+
+    Keys are remembered in memory, the last MAX_REMEMBERED_PUTS of a job: a client puts one after the other, and what a
+    connection delivers late does not outlive the controller that the connection was to.
+    """
+    known = core.ledger.facts[job.job_id].client_state_keys
+    if (content := known.get(key.request_id)) is not None:
+        check_same_content(key, content)
+        await core.commit(core.batch())
+        return
     if len(state) > limits.MAX_CLIENT_STATE_BYTES:
         raise ResourceExhausted(f"client state has {len(state)} bytes; the limit is {limits.MAX_CLIENT_STATE_BYTES}")
     batch = core.batch()
     batch.update(job, client_state=state)
+    known[key.request_id] = key.request_hash
+    if len(known) > limits.MAX_REMEMBERED_PUTS:
+        del known[next(iter(known))]
     await core.commit(batch)

@@ -8,6 +8,8 @@ MAX_MODELS_PER_JOB = 16
 MAX_LIVE_JOBS_PER_TENANT = 256
 MAX_LABELS = 32
 MAX_CLIENT_STATE_BYTES = 64 * 1024
+MAX_REMEMBERED_PUTS = 64
+"""Requests of a job that replaced its client state and are known by their ids."""
 MAX_LORA_RANK = 4096
 """What a worker takes is less, and what it registers."""
 MAX_CONFIG_BYTES = 64 * 1024

@@ -172,14 +172,23 @@ async def delete_model(core: Core, model: Model) -> Model:
     return core.ledger.models.get(model.model_id, model)
 
 
-async def resume_sequence(core: Core, model: Model) -> int:
-    """Frees a blocked sequence and closes gaps; returns the next number."""
+async def resume_sequence(core: Core, key: Key, model: Model) -> int:
+    """Frees a blocked sequence and closes gaps; returns the next number.
+
+    The same request again returns the same number and frees nothing: what is blocked by then, its client may not know.
+    """
+    if (resumed := done_before(core, key)) is not None:
+        await core.commit(core.batch())
+        return int(resumed.rpartition("@")[2])
     if model.state is ModelState.STATE_LOST:
         raise FailedPrecondition(f"model {model.name}: {model.message}", reason="STATE_LOST")
     index = core.ledger.calls_of_model[model.model_id]
     gap = next((n for n in range(model.due_sequence, model.last_sequence + 1) if n not in index.sequenced), None)
     blocked_from = min((n for n in (model.failed_sequence, gap) if n), default=None)
     if blocked_from is None:
+        batch = core.batch()
+        remember(batch, key, f"{model.model_id}@{model.last_sequence + 1}")
+        await core.commit(batch)
         return model.last_sequence + 1
     behind = [core.ledger.calls[c] for s, c in sorted(index.sequenced.items()) if s >= blocked_from]
     if len(behind) < len(index.sequenced) or any(call.state is not CallState.PENDING for call in behind):
@@ -193,5 +202,6 @@ async def resume_sequence(core: Core, model: Model) -> int:
         message = f"sequence {blocked_from} was given up by ResumeSequence"
         fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
     batch.update(model, failed_sequence=0, due_sequence=model.last_sequence + 1)
+    remember(batch, key, f"{model.model_id}@{model.last_sequence + 1}")
     await core.commit(batch)
     return model.last_sequence + 1

@@ -1,0 +1,87 @@
+"""G05: heartbeats have a path of their own, and the database never carries bulk. G14: durable before dispatched."""
+
+import asyncio
+
+import pytest
+
+from plexrl import wire
+from plexrl.v1 import job_pb2, registry_pb2, types_pb2
+from plexrl_controller.api.admin import RegistryService
+from plexrl_controller.api.jobs import JobService
+from plexrl_controller.domain.ids import CallId
+from tests.support import specs
+from tests.support.gated_store import GatedStore
+from tests.support.leader import running_leader
+
+INLINE_BYTES = 64 * 1024
+
+
+async def test_leases_are_renewed_while_the_store_does_not_answer() -> None:
+    """G05: behind a crowd of calls that wait for their commit, client and worker renew their leases at once."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        worker_id = await leader.join()
+        job = await leader.job(lease_s=10.0)
+        model = await leader.model(job)
+        store.gate.clear()
+        crowd = [asyncio.create_task(leader.submit(model, specs.generate())) for _ in range(50)]
+        await leader.settle()
+        leader.clock.time += 9.0
+        beat = JobService(leader.core).HeartbeatJob(job_pb2.HeartbeatJobRequest(job_id=job.job_id), None)
+        incarnation = leader.core.ledger.workers[worker_id].incarnation
+        renewal = registry_pb2.SynchronizeRequest(worker_id=worker_id, worker_incarnation=incarnation)
+        synchronizing = RegistryService(leader.core).Synchronize(renewal, None)
+        renewed = [asyncio.create_task(rpc) for rpc in (beat, synchronizing)]
+        await leader.settle()
+        assert [task.done() for task in renewed] == [True, True]
+        assert leader.core.ledger.facts[job.job_id].lease_end == leader.clock.time + 10.0
+        assert leader.core.ledger.groups[worker_id].last_sync == leader.clock.time
+        assert not any(task.done() for task in crowd)
+        store.gate.set()
+        await asyncio.gather(*crowd)
+        await leader.work()
+
+
+@pytest.mark.parametrize("tokens", [1000, 40_000], ids=["small", "large"])
+async def test_rows_carry_small_arguments_and_results_only(tokens: int) -> None:
+    """G05: above 64 KiB neither arguments nor result are in the call's row."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        trained = await leader.submit(model, specs.forward_backward(tokens), 1)
+        sampled = await leader.submit(model, specs.generate())
+        await leader.settle()
+        while reports := leader.worker.run(1):
+            for report in reports:
+                if report.call.call_id == sampled.call_id and report.HasField("finished"):
+                    completions = wire.token_batch([[7] * tokens])
+                    report.finished.result.generate.CopyFrom(types_pb2.GenerateResult(completions=completions))
+            await leader.dispatcher.reports_came(worker_id, 1, reports)
+            await leader.settle()
+        rows = [await leader.core.store.get_call(CallId(c.call_id)) for c in (trained, sampled)]
+        kept = [rows[0].spec if rows[0] else None, rows[1].result if rows[1] else None]
+        for payload in kept:
+            assert payload is not None
+            assert payload.size_bytes > 4 * tokens
+            assert (payload.inline is None) == (payload.size_bytes > INLINE_BYTES)
+            assert len(payload.inline or b"") <= INLINE_BYTES
+
+
+async def test_no_order_leaves_before_its_attempt_is_durable() -> None:
+    """G14: a leader that dies now has given nothing to a worker that the next one does not know of."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.generate())
+        await leader.work()
+        store.gate.clear()
+        leader.transport.sent.clear()
+        submitting = asyncio.create_task(leader.submit(model, specs.generate()))
+        await leader.settle()
+        assert not submitting.done()
+        assert leader.transport.sent == []
+        store.gate.set()
+        await submitting
+        await leader.settle()
+        assert [order.WhichOneof("action") for order in leader.transport.sent] == ["run_call"]

@@ -1,0 +1,143 @@
+"""Named moments of a running cluster: a commit of the controller is held up at the moment that it writes a named thing.
+
+A trigger in the cluster's own database waits there, within the transaction, for a lock that this process holds. So a
+process can be killed exactly before what happened is durable, or right after, and no line of the product knows of it:
+what runs is what users run. What it cannot name is what the controller never writes.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import asyncpg
+
+KEY = 4711
+
+POINTS = {
+    "call accepted": ("events", "machine = 'call' AND event = 'CREATE'"),
+    "call dispatched": ("events", "machine = 'call' AND event = 'DISPATCH'"),
+    "call succeeded": ("events", "machine = 'call' AND event = 'SUCCEED'"),
+    "result acknowledged": ("calls", "acknowledged"),
+    "swap begun": ("intervals", "kind = 'SWAP_OUT'"),
+    "swap ended": ("intervals", "kind = 'SWAP_IN'"),
+    "snapshot begun": ("snapshots", "NOT committed"),
+    "snapshot committed": ("snapshots", "committed"),
+    "checkpoint committed": ("checkpoints", "true"),
+}
+"""Where each point is written: a table, and what its new row says."""
+
+_WAIT = f"""
+CREATE OR REPLACE FUNCTION wait_at_point() RETURNS trigger AS $$
+BEGIN
+    IF EXISTS (SELECT FROM fault_point WHERE point = TG_NAME) THEN
+        PERFORM pg_advisory_xact_lock_shared({KEY});
+    END IF;
+    RETURN NEW;
+END
+$$ LANGUAGE plpgsql;
+CREATE UNLOGGED TABLE IF NOT EXISTS fault_point (point text);
+"""
+_HELD = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = $1 AND NOT granted"
+_IN_TRANSACTION = "SELECT xact_start IS NOT NULL FROM pg_stat_activity WHERE pid = $1"
+TRIGGER = "CREATE OR REPLACE TRIGGER {name} BEFORE {when} ON {table} FOR EACH ROW WHEN ({row}) EXECUTE FUNCTION {call}"
+
+
+class Moment(Enum):
+    """When the kill comes."""
+
+    UNDONE = "before the commit, which is undone"
+    LANDS = "before the commit, which lands all the same"
+    AFTER = "after the commit"
+
+
+@dataclass
+class HeldCommit:
+    """A commit that waits at its point."""
+
+    database: "FaultDatabase"
+    backend: int
+
+    async def let_land(self) -> None:
+        """Lets it go on, and waits until it is durable."""
+        await self.database.release()
+        while await self.database.connection.fetchval(_IN_TRANSACTION, self.backend):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def undo(self) -> None:
+        """Ends its session: nothing of it is durable."""
+        await self.database.connection.execute("SELECT pg_terminate_backend($1)", self.backend)
+
+
+class FaultDatabase:
+    """The cluster's database, with triggers at every point."""
+
+    def __init__(self, socket_folder: str, database: str) -> None:
+        self._address = {"host": socket_folder, "database": database, "user": "plexrl"}
+        self._connection: asyncpg.Connection[asyncpg.Record] | None = None
+
+    @property
+    def connection(self) -> "asyncpg.Connection[asyncpg.Record]":
+        """Of this process, past every point."""
+        assert self._connection is not None
+        return self._connection
+
+    def close(self) -> None:
+        """Gives the connection up, whatever state it is in."""
+        if self._connection is not None:
+            self._connection.terminate()
+
+    async def connect(self, limit_s: float = 240.0) -> None:
+        """Connects, as often as it takes: Postgres may be starting."""
+        self.close()
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                self._connection = await asyncpg.connect(**self._address)
+                return
+            except (OSError, asyncpg.PostgresError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def install(self) -> None:
+        """Puts the triggers in place; none waits before it is armed."""
+        await self.connection.execute(_WAIT)
+        for point, (table, row) in POINTS.items():
+            new = " ".join(f"NEW.{word}" if word in _COLUMNS else word for word in row.split())
+            when = (
+                "UPDATE" if table == "calls" else "INSERT" if table in ("events", "intervals") else "INSERT OR UPDATE"
+            )
+            trigger = TRIGGER.format(name=_name(point), when=when, table=table, row=new, call="wait_at_point()")
+            await self.connection.execute(trigger)
+
+    @asynccontextmanager
+    async def held(self, point: str, limit_s: float = 120.0) -> AsyncIterator[HeldCommit]:
+        """Within the block, the first commit that writes the point waits. Raises TimeoutError when none comes."""
+        await self.connection.execute("SELECT pg_advisory_lock($1)", KEY)
+        await self.connection.execute("INSERT INTO fault_point VALUES ($1)", _name(point))
+        try:
+            async with asyncio.timeout(limit_s):
+                while (backend := await self.connection.fetchval(_HELD, KEY)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+            yield HeldCommit(self, backend)
+        finally:
+            await self.release()
+
+    async def release(self) -> None:
+        """Lets go of whatever waits; a database that died has let go by itself."""
+        try:
+            await self.connection.execute("DELETE FROM fault_point")
+            await self.connection.execute("SELECT pg_advisory_unlock_all()")
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            await self.connect()
+            await self.connection.execute("DELETE FROM fault_point")
+
+
+_COLUMNS = ("machine", "event", "kind", "acknowledged", "committed")
+
+
+def _name(point: str) -> str:
+    return point.replace(" ", "_")
