@@ -126,6 +126,10 @@ plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
 plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
 	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
 
+.PHONY: live-vs-simulated
+live-vs-simulated: $(INSTALLED) ## three real jobs on one real worker: the simulator foretells each one's slowdown (5 minutes)
+	@$(BIN)/python -m benchmarks.live_vs_simulated --out out/live-vs-simulated
+
 .PHONY: bench-swap
 bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token with and without prefetch (3 minutes)
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.swap --out out/bench-swap

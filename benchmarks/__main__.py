@@ -2,9 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,15 +12,7 @@ from rich.table import Table
 
 from benchmarks import durable_call, floors
 from benchmarks.measurement import Measurement, ratio_interval
-from benchmarks.peers import procrastinate_postgres, queues, ray_actor
-from benchmarks.peers.peer import Peer
-
-PEERS: dict[str, Callable[[], Peer]] = {
-    "ray": ray_actor.peer,
-    "celery": queues.celery,
-    "dramatiq": queues.dramatiq,
-    "procrastinate": procrastinate_postgres.peer,
-}
+from benchmarks.peers.driver import PEERS
 
 
 def main() -> int:
@@ -32,7 +24,7 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)} (default: all)")
     args = parser.parse_args()
     console = Console()
-    peers = [PEERS[name]() for name in args.peers.split(",") if name]
+    peers = {name: PEERS[name]() for name in args.peers.split(",") if name}
     with tempfile.TemporaryDirectory(prefix="plexrl-bench-") as folder:
         fsync_ms = floors.fsync_ms(Path(folder), 1.0)
     calls = durable_call.run(peers, args.runs, args.seconds, console)
@@ -45,6 +37,8 @@ def main() -> int:
         "processor_us_per_call": calls.processor_us,
         "promises": calls.promises,
         "left_out": calls.left_out,
+        "cut_short": calls.cut_short,
+        "load": os.getloadavg()[0],
         "measurements": [m.as_json() for m in (*calls.measurements, *payloads)],
     }
     report.write_text(json.dumps(content, indent=2) + "\n")
@@ -58,6 +52,9 @@ def main() -> int:
         console.print(f"{name}: {promise}")
     for name, why in calls.left_out.items():
         console.print(f"{name} was left out: {why}")
+    if calls.cut_short:
+        console.print(f"fewer repetitions than asked for: {calls.cut_short}")
+    console.print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
     console.print(f"report: {report}")
     return 0
 

@@ -5,7 +5,6 @@ acknowledged once their future has delivered them. Knows nothing of what the cal
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -19,7 +18,7 @@ import grpc
 
 from plexrl import errors
 from plexrl.connection import Connection
-from plexrl.futures import CallFuture
+from plexrl.futures import CallFuture, Outcome
 from plexrl.results import Result, decode
 from plexrl.sequence import SequenceCounter
 from plexrl.v1 import call_pb2 as c
@@ -39,10 +38,12 @@ TERMINAL = frozenset({t.CALL_STATE_SUCCEEDED, t.CALL_STATE_FAILED, t.CALL_STATE_
 class TrackedCall:
     """One call of this client, from submit until its outcome is acknowledged. The stream's lock guards it.
 
-    `submit` is what to send until it is accepted, then None.
+    `submit` is what to send until it is accepted, then None; `size_bytes` is its size.
     """
 
-    def __init__(self, stream: "CallStream", submit: c.SubmitCallRequest | None, call: c.Call | None) -> None:
+    def __init__(
+        self, stream: "CallStream", submit: c.SubmitCallRequest | None, call: c.Call | None, size_bytes: int = 0
+    ) -> None:
         source: c.SubmitCallRequest | c.Call | None = submit or call
         assert source is not None
         self.stream = stream
@@ -55,9 +56,8 @@ class TrackedCall:
         self.cancelling = False
         self.abandoned = False
         self.waiters: list[asyncio.Future[None]] = []
-        self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        # A future of concurrent.futures that is not "running" could be cancelled behind the server's back.
-        self.outcome.set_running_or_notify_cancel()
+        self.outcome: Outcome[Result] = Outcome()
+        self.size_bytes = size_bytes
 
     @property
     def call_id(self) -> str | None:
@@ -109,10 +109,12 @@ class CallStream:
         self.connection = connection
         self._job_id = job_id
         self._max_message_bytes = max_message_bytes
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._calls: OrderedDict[str, TrackedCall] = OrderedDict()
         self._counters: dict[str, SequenceCounter] = {}
-        self._outbox: deque[c.ClientMessage] = deque()
+        self._hello_due = False
+        self._outbox: deque[TrackedCall] = deque()
         self._acks: list[str] = []
         self._sender_waits = False
         self._to_wake: list[asyncio.Future[None]] = []
@@ -166,8 +168,8 @@ class CallStream:
                         "call model.resume() to go on"
                     )
                 request.sequence = counter.take()
-            tracked = self._calls[request.request_id] = TrackedCall(self, request, None)
-            self._outbox.append(c.ClientMessage(submit=request))
+            tracked = self._calls[request.request_id] = TrackedCall(self, request, None, size_bytes)
+            self._outbox.append(tracked)
             self._wake_sender()
             return CallFuture(tracked, tracked.outcome)
 
@@ -233,7 +235,7 @@ class CallStream:
                 return
             log.info("call stream lost, again in %.1f s: %s", delay_s, error)
             with self._lock:
-                self._lock.wait_for(lambda: self._ended is not None, delay_s)
+                self._changed.wait_for(lambda: self._ended is not None, delay_s)
 
     def _open(self) -> Iterator[c.ConnectResponse]:
         with self._lock:
@@ -242,11 +244,9 @@ class CallStream:
             # What was queued or in flight is sent anew, in order; the server knows request_ids that it has seen.
             self._outbox.clear()
             self._acks.clear()
-            self._outbox.append(c.ClientMessage(hello=c.ConnectHello(job_id=self._job_id)))
-            for tracked in self._calls.values():
-                if tracked.submit is not None:
-                    self._outbox.append(c.ClientMessage(submit=tracked.submit))
-            self._lock.notify_all()
+            self._hello_due = True
+            self._outbox.extend(tracked for tracked in self._calls.values() if tracked.submit is not None)
+            self._changed.notify_all()
             rpc = self.connection.calls.Connect(self._frames(generation), metadata=self.connection.metadata)
             self._rpc = rpc
         return rpc
@@ -255,23 +255,33 @@ class CallStream:
         """What to send on one opening of the stream; runs in a thread of gRPC's."""
         while True:
             with self._lock:
-                while not (self._outbox or self._acks or self._generation != generation or self._ended):
+                while not (
+                    self._outbox or self._acks or self._hello_due or self._generation != generation or self._ended
+                ):
                     self._sender_waits = True
-                    self._lock.wait()
+                    self._changed.wait()
                 if self._generation != generation or self._ended:
                     return
                 self._take_dropped()
                 frame = c.ConnectRequest()
                 size_bytes = 0
-                if self._acks and not self._says_hello():
+                if self._hello_due:
+                    self._hello_due = False
+                    frame.messages.add().hello.job_id = self._job_id
+                elif self._acks:
                     # First, so that what is done with makes room for what comes.
                     taken, self._acks = self._acks[:MAX_FRAME_ACKS], self._acks[MAX_FRAME_ACKS:]
-                    frame.messages.add().ack.MergeFrom(c.AckCallsRequest(job_id=self._job_id, call_ids=taken))
+                    ack = frame.messages.add().ack
+                    ack.job_id = self._job_id
+                    ack.call_ids.extend(taken)
                 while self._outbox and len(frame.messages) < MAX_FRAME_MESSAGES:
-                    size_bytes += self._outbox[0].ByteSize()
+                    size_bytes += self._outbox[0].size_bytes
                     if frame.messages and size_bytes > MAX_FRAME_BYTES:
                         break
-                    frame.messages.append(self._outbox.popleft())
+                    submit = self._outbox.popleft().submit
+                    # Accepted meanwhile: it was sent twice, and the server knew it.
+                    if submit is not None:
+                        frame.messages.add().submit.CopyFrom(submit)
             yield frame
 
     def _receive(self, frame: c.ConnectResponse) -> None:
@@ -355,10 +365,7 @@ class CallStream:
     def _wake_sender(self) -> None:
         if self._sender_waits:
             self._sender_waits = False
-            self._lock.notify_all()
-
-    def _says_hello(self) -> bool:
-        return bool(self._outbox) and self._outbox[0].HasField("hello")
+            self._changed.notify_all()
 
     def _wake_waiters(self, tracked: TrackedCall) -> None:
         """Notes whom to wake, where the outcome is here; `_resolve` does it, outside the lock and all at once."""
@@ -404,7 +411,7 @@ class CallStream:
                     self._wake_waiters(tracked)
             woken, self._to_wake = self._to_wake, []
             rpc = self._rpc
-            self._lock.notify_all()
+            self._changed.notify_all()
         _resolve(woken)
         if rpc is not None:
             rpc.cancel()

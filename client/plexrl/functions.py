@@ -52,4 +52,7 @@ class CallFunction(Generic[OwnerT, P, ResultT]):
         if owner is None:
             return self
         bound: Any = self._method.__get__(owner, owner_type)
-        return BoundFunction(self.__name__, bound)
+        function: BoundFunction[P, ResultT] = BoundFunction(self.__name__, bound)
+        # Found before this descriptor from now on.
+        vars(owner)[self.__name__] = function
+        return function

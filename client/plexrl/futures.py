@@ -4,13 +4,14 @@ Knows one call; how calls travel is the call stream's business, which it reaches
 """
 
 import asyncio
-import concurrent.futures
+import threading
 from collections.abc import Generator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from plexrl.v1 import types_pb2 as t
 
 ResultT = TypeVar("ResultT", covariant=True)
+OutcomeT = TypeVar("OutcomeT")
 
 
 class CallHandle(Protocol):
@@ -57,13 +58,76 @@ class CallHandle(Protocol):
         ...
 
 
+class Waitable(Protocol[ResultT]):
+    """An outcome that will be here at some time; `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool:
+        """Whether it is here."""
+        ...
+
+    def result(self, timeout: float | None = None) -> ResultT:
+        """Waits for it. Raises what it is, if that is an error, or TimeoutError."""
+        ...
+
+
+class Outcome(Generic[OutcomeT]):
+    """A Waitable that one thread sets and others wait for. One is made for every call, so it must cost little: what
+    wakes a waiting thread is made when there is one.
+    """
+
+    __slots__ = ("_arrived", "_done", "_error", "_value")
+
+    _making = threading.Lock()
+
+    def __init__(self) -> None:
+        self._done = False
+        self._value: OutcomeT | None = None
+        self._error: BaseException | None = None
+        self._arrived: threading.Event | None = None
+
+    def done(self) -> bool:
+        """Whether it is here."""
+        return self._done
+
+    def result(self, timeout: float | None = None) -> OutcomeT:
+        """Waits for it. Raises what it is, if that is an error, or TimeoutError."""
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        return cast("OutcomeT", self._value)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for it; the error that it is, or None. Raises TimeoutError."""
+        if not self._done:
+            with self._making:
+                arrived = self._arrived = self._arrived or threading.Event()
+            # It may have come before there was an event to set.
+            if not (self.done() or arrived.wait(timeout) or self.done()):
+                raise TimeoutError
+        return self._error
+
+    def set_result(self, value: OutcomeT) -> None:
+        """It is a value."""
+        self._value = value
+        self._settle()
+
+    def set_exception(self, error: BaseException) -> None:
+        """It is an error."""
+        self._error = error
+        self._settle()
+
+    def _settle(self) -> None:
+        self._done = True
+        if self._arrived is not None:
+            self._arrived.set()
+
+
 class CallFuture(Generic[ResultT]):
     """The outcome of a submitted call: `future.result()` in threads, `await future` in asyncio.
 
     The call runs on the cluster whether or not anyone waits. Dropping the future gives the result up.
     """
 
-    def __init__(self, handle: CallHandle, outcome: "concurrent.futures.Future[ResultT]") -> None:
+    def __init__(self, handle: CallHandle, outcome: Waitable[ResultT]) -> None:
         self._handle = handle
         self._outcome = outcome
 

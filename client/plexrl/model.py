@@ -24,7 +24,7 @@ from plexrl.futures import CallFuture
 from plexrl.v1 import call_pb2 as c
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import types_pb2 as t
-from plexrl.wire import Int32Array, batch_arrays, split, tensor, token_batch
+from plexrl.wire import Int32Array, batch_arrays, put_token_batch, split, tensor, token_batch
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "grpo", "cispo", "linear"]
 InFlight = Literal["drain", "abort"]
@@ -132,18 +132,16 @@ class Model:
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise errors.InvalidArgument("prompts: want token ids, not text: model.tokenize(texts) makes them")
-        sampling = t.SamplingParams(
-            n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            seed=secrets.randbits(63) if seed is None else seed,
-            logprobs=logprobs,
-        )
-        spec = t.GenerateSpec(prompts=token_batch(prompts), sampling=sampling)
+        # In place: a message that is built apart is copied into the one that it is part of.
+        request = self._request(tags, timeout_s)
+        spec = request.spec.generate
+        put_token_batch(spec.prompts, prompts)
+        sampling = spec.sampling
+        sampling.n, sampling.max_tokens, sampling.temperature = n, max_tokens, temperature
+        sampling.top_p, sampling.top_k, sampling.logprobs = top_p, top_k, logprobs
+        sampling.seed = secrets.randbits(63) if seed is None else seed
+        sampling.stop.extend(stop)
+        sampling.stop_token_ids.extend(stop_token_ids)
         match version:
             case None:
                 spec.version.latest = True
@@ -151,7 +149,7 @@ class Model:
                 spec.version.at_least = number
             case _:
                 spec.version.exact = version
-        future = self._submit(t.CallSpec(generate=spec), tags, timeout_s, sequenced=False)
+        future = self._stream.submit(request, sequenced=False)
         return cast("CallFuture[results.Completions]", future)
 
     @CallFunction
@@ -278,12 +276,19 @@ class Model:
         return cast("CallFuture[results.LoadCheckpoint]", future)
 
     def _submit(
-        self, spec: t.CallSpec, tags: Mapping[str, str] | None, timeout_s: float | None, *, sequenced: bool = True
+        self, spec: t.CallSpec, tags: Mapping[str, str] | None, timeout_s: float | None
     ) -> CallFuture[results.Result]:
-        request = c.SubmitCallRequest(job_id=self.job_id, model_id=self.model_id, spec=spec, tags=tags or {})
+        request = self._request(tags, timeout_s)
+        request.spec.CopyFrom(spec)
+        return self._stream.submit(request, sequenced=True)
+
+    def _request(self, tags: Mapping[str, str] | None, timeout_s: float | None) -> c.SubmitCallRequest:
+        request = c.SubmitCallRequest(job_id=self.job_id, model_id=self.model_id)
+        if tags:
+            request.tags.update(tags)
         if timeout_s is not None:
             request.timeout.FromNanoseconds(int(timeout_s * 1e9))
-        return self._stream.submit(request, sequenced=sequenced)
+        return request
 
     def resume(self) -> int:
         """Lets the sequence go on after a call of it did not succeed. Returns the next sequence number."""

@@ -60,9 +60,17 @@ class ErrorInfo:
 
 def tensor(array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> t.Tensor:
     """Packs an array as a Tensor of dtype "int32" or "float32", little-endian, row-major."""
-    wire_dtype = _WIRE_DTYPES[dtype]
+    message = t.Tensor()
+    put_tensor(message, array, dtype)
+    return message
+
+
+def put_tensor(message: t.Tensor, array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> None:
+    """Packs an array into an empty Tensor: within a larger message, that saves a copy."""
+    message.dtype = wire_dtype = _WIRE_DTYPES[dtype]
     packed = np.asarray(array, dtype=_DTYPES[wire_dtype])
-    return t.Tensor(dtype=wire_dtype, shape=packed.shape, data=packed.tobytes())
+    message.shape.extend(packed.shape)
+    message.data = packed.tobytes()
 
 
 def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.generic]:
@@ -114,10 +122,18 @@ def _vector(message: t.Tensor, dtype: str, name: str) -> NDArray[np.generic]:
 
 def token_batch(sequences: Sequence[Sequence[int] | Int32Array]) -> t.TokenBatch:
     """Packs token sequences into a ragged batch."""
+    message = t.TokenBatch()
+    put_token_batch(message, sequences)
+    return message
+
+
+def put_token_batch(message: t.TokenBatch, sequences: Sequence[Sequence[int] | Int32Array]) -> None:
+    """Packs token sequences into an empty ragged batch."""
     lengths = [len(sequence) for sequence in sequences]
     parts = [np.asarray(sequence, np.int32) for sequence in sequences]
     flat = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    return t.TokenBatch(token_ids=tensor(flat, "int32"), lengths=tensor(lengths, "int32"))
+    put_tensor(message.token_ids, flat, "int32")
+    put_tensor(message.lengths, lengths, "int32")
 
 
 def batch_arrays(message: t.TokenBatch, *, name: str = "batch", min_length: int = 1) -> tuple[Int32Array, Int32Array]:

@@ -143,6 +143,21 @@ def test_stalls_are_told_from_waiting(tmp_path: Path) -> None:
     assert 0.5 <= b.iterations[0][0].stall_s <= 2.0
 
 
+def test_a_stall_is_known_where_the_recording_says_when_calls_were_submitted(tmp_path: Path) -> None:
+    """b was away for .6 s, and waited for the rest of its gap."""
+    intervals = two_jobs()
+    for number, interval_ in enumerate(intervals):
+        interval_.call_id = str(number)
+    submitted = {str(number): interval_.start_unix_ns for number, interval_ in enumerate(intervals)}
+    submitted["3"] = int(2.6e9) + 10**18
+    write_recording(tmp_path / "trace.jsonl", intervals, {}, submitted)
+    trace = read_trace(tmp_path / "trace.jsonl")
+    assert trace[3].submitted_s == pytest.approx(2.6)
+    _, b = recorded_jobs(trace)
+    assert b.guessed_stalls == 0
+    assert b.iterations[0][0].stall_s == pytest.approx(0.6)
+
+
 def test_a_recording_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     write_recording(path, two_jobs(), {})
@@ -166,6 +181,13 @@ def test_a_recording_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (
             ["HEADER", '{"kind": "busy", "worker": "w", "job": "j", "function": "generate", "start_s": 2, "end_s": 1}'],
             "before its start",
+        ),
+        (
+            [
+                "HEADER",
+                '{"kind":"busy","worker":"w","job":"j","function":"score","start_s":0,"end_s":1,"submitted_s":"-"}',
+            ],
+            "submitted_s is '-'",
         ),
         (["HEADER", '{"kind": "hold", "worker": "w", "job": "j", "start_s": 0, "end_s": 1}'], "no busy interval"),
     ],

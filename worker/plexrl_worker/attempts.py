@@ -28,6 +28,7 @@ class Attempt:
     end: Callable[[WorkerError], None]
     give_way: Callable[[], None] = lambda: None
     outcome: w.OrderFinished | None = None
+    outcome_bytes: int = 0
     parked: bool = False
     """It gave way: it is here, and waits to be ordered again."""
 
@@ -62,34 +63,30 @@ class AttemptLog:
     def begin(self, attempt: Attempt) -> None:
         """A new attempt is on its way."""
         if older := self._finished.pop(attempt.call_id, None):
-            self._finished_bytes -= _outcome_bytes(older)
+            self._finished_bytes -= older.outcome_bytes
         self._running[attempt.call_id] = attempt
 
     def finish(self, attempt: Attempt, outcome: w.OrderFinished) -> None:
         """An attempt ended. One that a newer attempt has superseded is not remembered."""
-        attempt.outcome = outcome
+        attempt.outcome, attempt.outcome_bytes = outcome, outcome.ByteSize()
         if self._running.get(attempt.call_id) is not attempt:
             return
         del self._running[attempt.call_id]
         self._finished[attempt.call_id] = attempt
-        self._finished_bytes += _outcome_bytes(attempt)
+        self._finished_bytes += attempt.outcome_bytes
         while len(self._finished) > self._max_outcomes or (
             self._finished_bytes > self._max_outcome_bytes and len(self._finished) > 1
         ):
             _, oldest = self._finished.popitem(last=False)
-            self._finished_bytes -= _outcome_bytes(oldest)
+            self._finished_bytes -= oldest.outcome_bytes
 
     def forget(self, model_id: str) -> None:
         """The state that a model's executions had their effect on is replaced: their outcomes are over."""
         for call_id in [a.call_id for a in self._finished.values() if a.model_id == model_id]:
-            self._finished_bytes -= _outcome_bytes(self._finished.pop(call_id))
+            self._finished_bytes -= self._finished.pop(call_id).outcome_bytes
 
     def clear(self) -> None:
         """Forgets all: a new life begins."""
         self._running.clear()
         self._finished.clear()
         self._finished_bytes = 0
-
-
-def _outcome_bytes(attempt: Attempt) -> int:
-    return attempt.outcome.ByteSize() if attempt.outcome is not None else 0

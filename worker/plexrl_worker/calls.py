@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from plexrl import wire
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.checkpoints import CheckpointFacts, CheckpointFile, CommittedCheckpoint
@@ -53,6 +52,7 @@ HOLD_S = 0.1
 AHEAD_S = 0.02
 MOST_AHEAD = 64
 """Seconds and number of generate calls that lie ready in the engine's child."""
+_KINDS = {function: t.CallKind.Value(f"CALL_KIND_{function.upper()}") for function in _CHANGES}
 _NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
 
 
@@ -154,14 +154,18 @@ class CallRunner:
                 if not window:
                     return
                 execution, call = window[0]
-                if not execution.begun:
+                waited_since_ns = time.time_ns()
+                if not call.done():
                     execution.begin()
-                try:
-                    ended(execution, await self._generated(execution, call))
-                finally:
-                    window.popleft()
-                took_s = (call.end_unix_ns - call.start_unix_ns) / 1e9
-                self._ahead = max(1, min(2 * self._ahead, MOST_AHEAD, int(AHEAD_S / max(took_s, 1e-6))))
+                    with contextlib.suppress(engine_errors.EngineError):
+                        await call
+                # What ends in one burst is told in one pass.
+                while window and window[0][1].done():
+                    execution, call = window.popleft()
+                    execution.begun = True
+                    ended(execution, self._generated(execution, call, waited_since_ns))
+                    took_s = (call.end_unix_ns - call.start_unix_ns) / 1e9
+                    self._ahead = max(1, min(2 * self._ahead, MOST_AHEAD, int(AHEAD_S / max(took_s, 1e-6))))
                 if len(window) < self._ahead and time.monotonic() < until_s:
                     upcoming = following()
 
@@ -181,22 +185,21 @@ class CallRunner:
         execution.running = call
         return call
 
-    async def _generated(self, execution: Execution, call: EngineCall[t.GenerateResult]) -> Outcome:
+    def _generated(self, execution: Execution, call: EngineCall[t.GenerateResult], waited_since_ns: int) -> Outcome:
+        """The outcome of a call that is done, and the device time that it took into its journal."""
         deployment = self._host.deployment(execution.order.model_id)
-        with execution.journal.timed(self._busy_interval(deployment, execution.order)) as interval:
-            outcome: Outcome
-            try:
-                outcome = await call
-            except engine_errors.Yielded:
-                outcome = GaveWay(call.done_units, call.total_units)
-            except engine_errors.EngineError as error:
-                outcome = self._host.engine_failed(call.process, error, execution.journal)
-            finally:
-                execution.running = None
+        execution.running = None
+        interval = self._busy_interval(deployment, execution.order)
         # What the child says, where it lived to say it, leaves out the way there and back.
-        if call.start_unix_ns:
-            interval.start_unix_ns, interval.end_unix_ns = call.start_unix_ns, call.end_unix_ns
-        return outcome
+        interval.start_unix_ns = call.start_unix_ns or waited_since_ns
+        interval.end_unix_ns = call.end_unix_ns or time.time_ns()
+        execution.journal.intervals.append(interval)
+        try:
+            return call.result()
+        except engine_errors.Yielded:
+            return GaveWay(call.done_units, call.total_units)
+        except engine_errors.EngineError as error:
+            return self._host.engine_failed(call.process, error, execution.journal)
 
     async def run(self, execution: Execution) -> t.CallResult:
         """Runs one call. Raises WorkerError kinds; nothing was applied then, unless the state is said to be lost."""
@@ -314,7 +317,7 @@ class CallRunner:
             job_id=deployment.job_id,
             model_id=deployment.model_id,
             call_id=order.call.call_id,
-            call_kind=t.CallKind.ValueType(wire.kind_of(order.spec)),
+            call_kind=_KINDS[str(order.spec.WhichOneof("function"))],
         )
 
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import structlog
 
@@ -60,7 +61,11 @@ class Work:
     # Why it was stopped, if it was.
     stopped: WorkerError | None = None
     after: tuple[asyncio.Future[None], ...] = ()
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @cached_property
+    def done(self) -> asyncio.Future[None]:
+        """Resolves when it needs nothing of its lane any more."""
+        return asyncio.get_running_loop().create_future()
 
 
 class OrderDesk:
@@ -249,7 +254,8 @@ class OrderDesk:
 
     def _queue(self, lane: Lane[Work], work: Work, model_ids: list[str]) -> None:
         """Behind the placements of the models that it needs."""
-        work.after = tuple(self._placing[model_id] for model_id in model_ids if model_id in self._placing)
+        if self._placing:
+            work.after = tuple(self._placing[model_id] for model_id in model_ids if model_id in self._placing)
         lane.put(work)
 
     def _abort(self, work: Work) -> None:

@@ -103,8 +103,9 @@ class Residency:
 
     def require_on_device(self, model_id: str) -> None:
         """Raises NotResident when a call could not run on it."""
-        if not all(copies.on_device for copies in self.components(model_id).values()):
-            raise NotResident(f"model {model_id} is parked: a swap_weights order must load it first")
+        for copies in self.components(model_id).values():
+            if not copies.on_device:
+                raise NotResident(f"model {model_id} is parked: a swap_weights order must load it first")
 
     def check_fits(self, load_model_id: str, evict_model_ids: Iterable[str]) -> None:
         """Raises OverBudget when loading a model, after the evictions, would exceed the device's budget."""

@@ -7,10 +7,12 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from plexrl.cli import options
 from plexrl.connection import Connection
 from plexrl.v1 import admin_pb2 as a
+from plexrl.v1 import call_pb2 as c
 from plexrl.v1 import job_pb2 as j
 from plexrl.v1 import types_pb2 as t
 
@@ -48,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with options.connection(args) as connection:
         intervals = read_intervals(connection, args.job)
         job_names, worker_names = read_names(connection)
+        submitted = read_submissions(connection, args.job) if args.format == "trace" else {}
     if args.format == "trace":
-        write_recording(args.output, intervals, worker_names)
+        write_recording(args.output, intervals, worker_names, submitted)
         print(f"wrote {len(intervals)} intervals to {args.output}: plexrl simulate --from-trace {args.output}")
         return 0
     write_trace(args.output, intervals, job_names, worker_names)
@@ -61,6 +64,17 @@ def read_intervals(connection: Connection, job_id: str = "") -> list[t.DeviceInt
     """All device time, or one job's, by start."""
     batches = connection.collect(connection.admin.ListIntervals, a.ListIntervalsRequest(job_id=job_id))
     return [interval for batch in batches for interval in batch.intervals]
+
+
+def read_submissions(connection: Connection, job_id: str = "") -> dict[str, int]:
+    """When each call was accepted, in nanoseconds of Unix time, by call id."""
+
+    def fetch(token: str) -> tuple[list[c.Call], str]:
+        request = c.ListCallsRequest(job_id=job_id, page_size=1000, page_token=token)
+        page = connection.unary(connection.calls.ListCalls, request)
+        return list(page.calls), page.next_page_token
+
+    return {call.call_id: call.create_time.ToNanoseconds() for call in options.pages(fetch, limit=10_000_000)}
 
 
 def read_names(connection: Connection) -> tuple[dict[str, str], dict[str, str]]:
@@ -75,14 +89,22 @@ def read_names(connection: Connection) -> tuple[dict[str, str], dict[str, str]]:
     return jobs, {worker.worker_id: worker.name for worker in workers}
 
 
-def write_recording(path: Path, intervals: Iterable[t.DeviceInterval], worker_names: Mapping[str, str]) -> None:
-    """Writes device time as JSON lines, seconds from the first interval: what `plexrl simulate --from-trace` reads."""
+def write_recording(
+    path: Path,
+    intervals: Iterable[t.DeviceInterval],
+    worker_names: Mapping[str, str],
+    submitted_unix_ns: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Writes device time as JSON lines, seconds from the first interval: what `plexrl simulate --from-trace` reads.
+
+    submitted_unix_ns: when calls were accepted, by call id, as far as it is known.
+    """
     intervals = sorted(intervals, key=lambda interval: interval.start_unix_ns)
     origin_ns = intervals[0].start_unix_ns if intervals else 0
     lines = [json.dumps({"format": "plexrl-trace", "version": 1})]
     for interval in intervals:
         busy = interval.kind == t.INTERVAL_KIND_BUSY
-        line = {
+        line: dict[str, object] = {
             "kind": options.state_name(t.IntervalKind.Name(interval.kind), "INTERVAL_KIND_").lower(),
             "worker": worker_names.get(interval.worker_id, interval.worker_id),
             "job": interval.job_id,
@@ -90,6 +112,8 @@ def write_recording(path: Path, intervals: Iterable[t.DeviceInterval], worker_na
             "start_s": (interval.start_unix_ns - origin_ns) / 1e9,
             "end_s": (max(interval.start_unix_ns, interval.end_unix_ns) - origin_ns) / 1e9,
         }
+        if busy and (submitted_ns := submitted_unix_ns.get(interval.call_id)) is not None:
+            line["submitted_s"] = (submitted_ns - origin_ns) / 1e9
         lines.append(json.dumps(line))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -25,6 +25,8 @@ MAX_PENDING_BYTES = 128 * 1024 * 1024
 """Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
 LARGE_BYTES = 256 * 1024
 """A submit of this size is checked and hashed beside the loop, so that nobody's small calls wait for it."""
+_MESSAGE_BYTES = 8 * 1024
+"""More than a message takes beside its result, whose error may be long."""
 
 
 class SubmitChecks(Protocol):
@@ -46,7 +48,7 @@ class JobStream:
         self._core = core
         self._job = job
         self._checks = checks
-        self._answers: list[call_pb2.ServerMessage] = []
+        self._answers: list[Call | call_pb2.SubmitRejected] = []
         self._subscription = core.hub.watch_job(job.job_id)
         self._pending = 0
         self._pending_bytes = 0
@@ -67,13 +69,19 @@ class JobStream:
             while True:
                 changed = [] if self._ended and not self._pending else await self._subscription.take()
                 answers, self._answers = self._answers, []
+                frames_out = _Frames()
+                for answer in answers:
+                    if isinstance(answer, Call):
+                        messages.fill_call(frames_out.add().accepted, core, self._newest(answer))
+                    else:
+                        frames_out.add().rejected.CopyFrom(answer)
                 for call_id in changed:
                     if (call := self._news(call_id)) is not None:
-                        answer = call_pb2.ServerMessage()
-                        if not messages.fill_small_call(answer.updated, core, call):
-                            answer.updated.CopyFrom(await messages.full_call_message(core, call))
-                        answers.append(answer)
-                for frame in _frames(answers):
+                        result_bytes = call.result.size_bytes if call.result is not None else 0
+                        message = frames_out.add(result_bytes).updated
+                        if not messages.fill_small_call(message, core, call):
+                            message.CopyFrom(await messages.full_call_message(core, call))
+                for frame in frames_out.frames:
                     yield frame
                 if reader.done():
                     reader.result()
@@ -193,15 +201,15 @@ class JobStream:
 
     def _answer(self, request_id: str, outcome: Call | Exception) -> None:
         if isinstance(outcome, Call):
-            # As it was accepted, or as it is now where that is durable too.
-            known = self._core.ledger.calls.get(outcome.call_id)
-            call = outcome if known is None or outcome.call_id in self._core.undurable else known
-            answer = call_pb2.ServerMessage()
-            messages.fill_call(answer.accepted, self._core, call)
+            self._answers.append(outcome)
         else:
             status = status_of(normalize(outcome))
-            answer = call_pb2.ServerMessage(rejected=call_pb2.SubmitRejected(request_id=request_id, error=status))
-        self._answers.append(answer)
+            self._answers.append(call_pb2.SubmitRejected(request_id=request_id, error=status))
+
+    def _newest(self, accepted: Call) -> Call:
+        """A call as it was accepted, or as it is now where that is durable too."""
+        known = self._core.ledger.calls.get(accepted.call_id)
+        return accepted if known is None or accepted.call_id in self._core.undurable else known
 
     def _settled(self, count: int, size_bytes: int = 0) -> None:
         self._pending -= count
@@ -226,16 +234,19 @@ def checked_ids(request: call_pb2.AckCallsRequest) -> Sequence[str]:
     return request.call_ids
 
 
-def _frames(answers: Sequence[call_pb2.ServerMessage]) -> list[call_pb2.ConnectResponse]:
-    """Messages in frames, each within the bounds of a frame."""
-    frames: list[call_pb2.ConnectResponse] = []
-    size_bytes = 0
-    for answer in answers:
-        answer_bytes = answer.ByteSize()
-        full = not frames or len(frames[-1].messages) >= limits.MAX_FRAME_MESSAGES
-        if full or size_bytes + answer_bytes > limits.MAX_FRAME_BYTES:
-            frames.append(call_pb2.ConnectResponse())
-            size_bytes = 0
-        frames[-1].messages.append(answer)
-        size_bytes += answer_bytes
-    return frames
+class _Frames:
+    """Messages in frames, each within the bounds of a frame. They are filled in place, which saves a copy."""
+
+    def __init__(self) -> None:
+        self.frames: list[call_pb2.ConnectResponse] = []
+        self._size_bytes = 0
+
+    def add(self, result_bytes: int = 0) -> call_pb2.ServerMessage:
+        """Room for a message with a result of so many bytes."""
+        size_bytes = _MESSAGE_BYTES + result_bytes
+        full = not self.frames or len(self.frames[-1].messages) >= limits.MAX_FRAME_MESSAGES
+        if full or self._size_bytes + size_bytes > limits.MAX_FRAME_BYTES:
+            self.frames.append(call_pb2.ConnectResponse())
+            self._size_bytes = 0
+        self._size_bytes += size_bytes
+        return self.frames[-1].messages.add()

@@ -23,13 +23,14 @@ _SETTINGS_OF_LOSS = {
     types_pb2.LOSS_LINEAR: (frozenset({"logprob_grads"}), frozenset[str]()),
 }
 """Per loss: the arrays and the settings that it uses."""
+_KINDS = {kind.name.lower(): kind for kind in CallKind}
 _FEW = 256
 _ARRAYS = ("advantages", "old_logprobs", "ref_logprobs", "logprob_grads")
 
 
 def check_spec(spec: types_pb2.CallSpec) -> CallKind:
     """Checks a call's arguments and returns its kind. Raises InvalidArgument, Unsupported, WireError."""
-    kind = CallKind(wire.kind_of(spec))
+    kind = _KINDS.get(spec.WhichOneof("function") or "") or CallKind(wire.kind_of(spec))
     match kind:
         case CallKind.GENERATE:
             _check_generate(spec.generate)

@@ -8,7 +8,7 @@ and its posting nobody else may run: the store gets changes in the order in whic
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.fairness import Accounts
 from plexrl_controller.scheduling.views import Demand
+from plexrl_controller.store.batch import Key, record_key
 from plexrl_controller.store.port import Account, Changes, LiveState
 
 R = TypeVar("R", Job, Model, Call, Worker)
@@ -209,7 +210,10 @@ class Ledger:
 
     def log(self, model_id: ModelId) -> ReplayLog:
         """A model's calls that can be executed again."""
-        return self.logs.setdefault(model_id, ReplayLog())
+        log = self.logs.get(model_id)
+        if log is None:
+            log = self.logs[model_id] = ReplayLog()
+        return log
 
     def accepting(self, model_id: ModelId) -> asyncio.Lock:
         """Held while a call of the model is being accepted."""
@@ -228,8 +232,11 @@ class Ledger:
         """The newest version that is made, or submitted and not behind a call that failed."""
         index = self.calls_of_model.get(model.model_id, ModelCalls())
         end = model.failed_sequence or model.last_sequence + 1
-        made = [s for s, call_id in index.sequenced.items() if s < end and self.calls[call_id].kind.makes_version]
-        return max((*made, model.weights_version))
+        newest = model.weights_version
+        for sequence, call_id in index.sequenced.items():
+            if newest < sequence < end and self.calls[call_id].kind.makes_version:
+                newest = sequence
+        return newest
 
     def forget_call(self, call: Call) -> None:
         """Drops an acknowledged call; its request id stays known while the job lives."""
@@ -272,14 +279,14 @@ class Ledger:
 
     def _put(self, record: Record) -> None:
         match record:
+            case Call():
+                self._put_call(record)
             case Job():
                 self.jobs[record.job_id] = record
                 self.calls_of_job.setdefault(record.job_id, OrderedDict())
                 self.models_of_job.setdefault(record.job_id, {})
             case Model():
                 self._put_model(record)
-            case Call():
-                self._put_call(record)
             case Worker():
                 self.workers[record.worker_id] = record
                 self.groups.setdefault(record.worker_id, GroupState())
@@ -312,13 +319,18 @@ class Ledger:
             self.forget_call(call)
         else:
             self.calls[call.call_id] = call
-            self.calls_of_job.setdefault(call.job_id, OrderedDict())[call.call_id] = None
+            of_job = self.calls_of_job.get(call.job_id)
+            if of_job is None:
+                of_job = self.calls_of_job[call.job_id] = OrderedDict()
+            of_job[call.call_id] = None
         if call.kind in REPLAYED and call.state is CallState.SUCCEEDED:
             self.log(call.model_id).put(call)
         if call.state is CallState.PENDING:
             self.ran_s.pop(call.call_id, None)
         self.call_by_request[call.job_id, call.request_id] = (call.request_hash, call.call_id)
-        index = self.calls_of_model.setdefault(call.model_id, ModelCalls())
+        index = self.calls_of_model.get(call.model_id)
+        if index is None:
+            index = self.calls_of_model[call.model_id] = ModelCalls()
         live = call.state not in calls.TERMINAL
         if call.kind.sequenced:
             if live:
@@ -338,7 +350,9 @@ class Ledger:
             index.generates.pop(call.call_id, None)
             index.pending_generates.pop(call.call_id, None)
         if call.worker_id is not None:
-            on_worker = self.calls_on_worker.setdefault(call.worker_id, {})
+            on_worker = self.calls_on_worker.get(call.worker_id)
+            if on_worker is None:
+                on_worker = self.calls_on_worker[call.worker_id] = {}
             if call.state in calls.ON_WORKER:
                 on_worker[call.call_id] = None
             else:
@@ -355,7 +369,7 @@ class Batch:
         self.ledger = ledger
         self.now = now
         self.effects: list[tuple[Effect, Record]] = []
-        self._inserts: dict[tuple[type, str], Record] = {}
+        self._inserts: dict[Key, Record] = {}
         self._updates: list[Record] = []
         self._events: list[Event] = []
         self._intervals: list[Interval] = []
@@ -366,7 +380,7 @@ class Batch:
     def insert(self, record: Record) -> None:
         """Adds a new record."""
         self.ledger._put(record)
-        self._inserts[type(record), record_id(record)] = record
+        self._inserts[record_key(record)] = record
         if (machine := MACHINES.get(type(record).__name__)) is not None:
             self._events.append(machine.created(record, self.now))
 
@@ -396,16 +410,17 @@ class Batch:
     def interval(self, interval: Interval) -> None:
         """Charges device time to a job."""
         self._intervals.append(interval)
-        account = self.ledger.account(interval.job_id)
-        seconds = (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        job_id, seconds = interval.job_id, (interval.end_unix_ns - interval.start_unix_ns) / 1e9
+        spent = Account(job_id)
         match interval.kind:
             case IntervalKind.BUSY:
-                account = replace(account, busy_s=account.busy_s + seconds)
+                spent = Account(job_id, busy_s=seconds)
             case IntervalKind.SWAP_IN | IntervalKind.SWAP_OUT:
-                account = replace(account, swap_s=account.swap_s + seconds, swaps=account.swaps + 1)
+                spent = Account(job_id, swap_s=seconds, swaps=1)
             case IntervalKind.HOLD:
-                account = replace(account, hold_s=account.hold_s + seconds)
-        self.ledger.accounts[interval.job_id] = account
+                spent = Account(job_id, hold_s=seconds)
+        known = self.ledger.accounts.get(job_id)
+        self.ledger.accounts[job_id] = spent if known is None else known + spent
 
     def request(self, request: Request) -> None:
         """Remembers a request's key and outcome."""
@@ -444,25 +459,6 @@ MACHINES: dict[str, Machine[Any, Any, Any]] = {
     "Call": calls.MACHINE,
     "Worker": workers.MACHINE,
 }
-
-
-def record_id(record: Record) -> str:
-    """The id of any record."""
-    match record:
-        case Job():
-            return record.job_id
-        case Model():
-            return record.model_id
-        case Call():
-            return record.call_id
-        case Worker():
-            return record.worker_id
-        case Checkpoint():
-            return record.checkpoint_id
-        case Snapshot():
-            return record.snapshot_id
-        case Token():
-            return record.token_id
 
 
 K = TypeVar("K", bound=str)

@@ -106,18 +106,14 @@ class OrderBook:
     def run(self, call: Call, spec: types_pb2.CallSpec, after_sequence: int) -> worker_pb2.Order:
         """Execute the call's current attempt."""
         order = self._order(call.worker_incarnation)
-        order.run_call.CopyFrom(
-            worker_pb2.RunCallOrder(
-                call=attempt_of(call),
-                job_id=call.job_id,
-                model_id=call.model_id,
-                sequence=call.sequence,
-                after_sequence=after_sequence,
-                weights_version=call.weights_version,
-                new_checkpoint_id=(call.checkpoint_id or "") if call.kind is CallKind.SAVE_CHECKPOINT else "",
-            )
-        )
-        order.run_call.spec.CopyFrom(spec)
+        # In place: a message that is built apart is copied into its order.
+        run = order.run_call
+        run.call.call_id, run.call.attempt = call.call_id, call.attempt
+        run.job_id, run.model_id = call.job_id, call.model_id
+        run.sequence, run.after_sequence, run.weights_version = call.sequence, after_sequence, call.weights_version
+        if call.kind is CallKind.SAVE_CHECKPOINT:
+            run.new_checkpoint_id = call.checkpoint_id or ""
+        run.spec.CopyFrom(spec)
         return order
 
     def replay(

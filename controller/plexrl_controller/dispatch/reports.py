@@ -118,7 +118,7 @@ class ReportRecorder:
 
     def _replayed(self, batch: Batch, report: worker_pb2.Report, result: Payload | None) -> bool:
         """Whether the report is of a call that is executed again: that is told to nobody who watches the call."""
-        ended = report.WhichOneof("event") == "finished"
+        ended = report.HasField("finished")
         replay = self._core.orders.replay_of(report.order_id, settle=ended)
         if replay is not None and ended:
             replay_ended(self._core, batch, replay, report.finished, result)
@@ -370,16 +370,16 @@ def _busy_s(report: worker_pb2.Report) -> float:
 
 
 def _has_result(report: worker_pb2.Report) -> bool:
-    return report.WhichOneof("event") == "finished" and report.finished.HasField("result")
+    return report.HasField("finished") and report.finished.HasField("result")
 
 
 def _small_result(report: worker_pb2.Report) -> Payload | None:
     """A result that its call's row will carry."""
     if not _has_result(report):
         return None
-    result = report.finished.result
-    small = result.ByteSize() <= inline.INLINE_LIMIT_BYTES
-    return inline.inline_payload(result.SerializeToString()) if small else None
+    # Measuring a message costs as much as writing it.
+    content = report.finished.result.SerializeToString()
+    return inline.inline_payload(content) if len(content) <= inline.INLINE_LIMIT_BYTES else None
 
 
 def note_residency(core: Core, worker_id: WorkerId, status: registry_pb2.DeploymentStatus) -> None:

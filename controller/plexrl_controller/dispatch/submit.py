@@ -214,11 +214,12 @@ def _check_accepting(core: Core, job: Job, model: Model, submission: Submission)
         CallKind.OPTIM_STEP,
     ):
         raise InvalidArgument(f"model {model.name} is a reference: it is never trained; create it with role policy")
-    log = core.ledger.log(model.model_id)
-    if submission.kind in REPLAYED and log.kept_bytes >= core.recovery_policy.max_log_bytes:
+    if submission.kind in REPLAYED and (
+        (kept_bytes := core.ledger.log(model.model_id).kept_bytes) >= core.recovery_policy.max_log_bytes
+    ):
         state = core.ledger.snapshotting.get(model.model_id)
         raise ResourceExhausted(
-            f"{log.kept_bytes} bytes of arguments are kept for model {model.name} because no snapshot could be written "
+            f"{kept_bytes} bytes of arguments are kept for model {model.name} because no snapshot could be written "
             f"({state.failure if state is not None and state.failure else 'one is being written'}); the limit is "
             f"{core.recovery_policy.max_log_bytes}: retry when there is room for one",
             reason="REPLAY_LOG_FULL",

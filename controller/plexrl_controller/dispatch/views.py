@@ -1,6 +1,7 @@
 """Scheduling views, built from the ledger."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from plexrl.v1 import registry_pb2
 from plexrl_controller.dispatch.learning import corrected_hint
@@ -82,7 +83,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 weight=weight,
             )
         )
-    capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
+    capabilities = _capabilities(worker.capabilities)
     return GroupView(
         worker_id=worker_id,
         available=group.connected and worker.state in SERVING_STATES and not group.stopping,
@@ -94,6 +95,12 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         chunk_start=group.chunk_start,
         background_moves=capabilities.prefetch,
     )
+
+
+@lru_cache(1024)
+def _capabilities(serialized: bytes) -> registry_pb2.WorkerCapabilities:
+    """What a worker can do, which it says once; only to be read."""
+    return registry_pb2.WorkerCapabilities.FromString(serialized)
 
 
 def _round_trip_s(measured_s: float | None) -> float:

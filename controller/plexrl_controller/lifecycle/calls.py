@@ -1,6 +1,7 @@
 """The life of a call: every accepted call reaches a terminal state."""
 
 from enum import Enum, auto
+from operator import attrgetter
 
 from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallState as S
@@ -33,7 +34,7 @@ MACHINE: Machine[Call, S, CallEvent] = Machine(
     states=S,
     initial=S.PENDING,
     terminal=TERMINAL,
-    record_id=lambda call: call.call_id,
+    record_id=attrgetter("call_id"),
     transitions=(
         row(CallEvent.DISPATCH, [S.PENDING], S.DISPATCHED, Effect.SEND_ORDER, note="a new attempt is committed"),
         row(CallEvent.START, [S.DISPATCHED], S.RUNNING, Effect.DELIVER),

@@ -99,7 +99,7 @@ class Machine(Generic[R, S, E]):
                 f"{event.name} applies to {', '.join(sorted(s.name for s in self.sources_of(event)))}"
             )
         after: R = changed(record, state=row.target, revision=record.revision + 1, **changes)
-        return Applied(after, self._event(after, event.name, record.state.name, now), row.effects)
+        return Applied(after, self._event(after, event._name_, record.state._name_, now), row.effects)
 
     def created(self, record: R, now: float) -> Event:
         """The event of a record's creation."""
@@ -108,15 +108,15 @@ class Machine(Generic[R, S, E]):
     def _event(self, record: R, event: str, source: str | None, now: float) -> Event:
         reason = getattr(record, "reason", None)
         return Event(
-            machine=self.name,
-            record_id=self.record_id(record),
-            event=event,
-            source=source,
-            target=record.state.name,
-            at=now,
-            reason=reason.name if isinstance(reason, Enum) else "",
-            attempt=getattr(record, "attempt", 0),
-            leader_term=getattr(record, "leader_term", 0),
+            self.name,
+            self.record_id(record),
+            event,
+            source,
+            record.state._name_,
+            now,
+            reason._name_ if isinstance(reason, Enum) else "",
+            getattr(record, "attempt", 0),
+            getattr(record, "leader_term", 0),
         )
 
 

@@ -54,27 +54,31 @@ def share(
     *,
     swap_s: float = 0.0,
     device_states: float = float("inf"),
-    hints: Callable[[float], float | None] = lambda stall_s: None,
+    hints: Callable[[float], float | None] | Sequence[Callable[[float], float | None]] = lambda stall_s: None,
     until_s: float = float("inf"),
-    kinds: tuple[int, ...] = (),
+    setups_s: Sequence[float] = (),
 ) -> Shared:
     """Runs jobs, each a sequence of iterations, each a sequence of stretches, on one group.
 
     `device_states`: how many jobs' states the device holds at once; where it holds all, no swap is ever paid.
-    `hints` is what a job says of a stall. With `until_s` iterations that end later are cut off. The last stretch of an
-    iteration is its training.
+    `setups_s`: instead of `swap_s`, for each job what becoming the one that is served takes, evictions included.
+    `hints` is what a job says of a stall, for each job or for all. With `until_s` iterations that end later are cut
+    off. The last stretch of an iteration is its training.
     """
     simulation, totals = Simulation(), Totals([], [])
     group = SharedGroup(simulation, totals, "shared", 1, discipline, device_states * 1000.0)
     ends: list[list[float]] = [[] for _ in jobs]
     for index, iterations in enumerate(jobs):
         name = f"job{index:03d}"
-        state = State(f"{name}/model", 1000.0, swap_s)
+        state = State(f"{name}/model", 1000.0, setups_s[index] if setups_s else swap_s)
+        if setups_s:
+            state.store_s = 0.0
         # One state serves both sides: a colocated model.
         resident = group.join(index, name, state, None)
         resident.train = state
         state.on_device = device_states >= len(jobs)
-        simulation.start(_run(simulation, resident, iterations, ends[index], hints))
+        says = hints if callable(hints) else hints[index]
+        simulation.start(_run(simulation, resident, iterations, ends[index], says))
     simulation.run(until_s)
     group.close()
     return Shared(

@@ -1,7 +1,8 @@
 """What one commit writes, reduced to one row write per record. Pure; shared by every store and by the writer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from plexrl_controller.domain.errors import ControllerError
@@ -35,6 +36,17 @@ FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
 
 Key = tuple[type[Any], str]
 
+_ID_OF: dict[type[Any], Callable[[Any], str]] = {
+    Job: attrgetter("job_id"),
+    Model: attrgetter("model_id"),
+    Call: attrgetter("call_id"),
+    Worker: attrgetter("worker_id"),
+    Checkpoint: attrgetter("checkpoint_id"),
+    Snapshot: attrgetter("snapshot_id"),
+    Token: attrgetter("token_id"),
+}
+_FIXED_OF = {kind: attrgetter(*sorted(names)) for kind, names in FIXED_FIELDS.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -54,26 +66,13 @@ class RowWrites:
 
 def record_id(record: Record) -> str:
     """The record's identifier, whatever its type."""
-    match record:
-        case Job():
-            return record.job_id
-        case Model():
-            return record.model_id
-        case Call():
-            return record.call_id
-        case Worker():
-            return record.worker_id
-        case Checkpoint():
-            return record.checkpoint_id
-        case Snapshot():
-            return record.snapshot_id
-        case Token():
-            return record.token_id
+    return _ID_OF[type(record)](record)
 
 
 def record_key(record: Record) -> Key:
     """Type and identifier."""
-    return type(record), record_id(record)
+    kind = type(record)
+    return kind, _ID_OF[kind](record)
 
 
 def merge(changes: Sequence[Changes], commit_id: str) -> Changes:
@@ -95,26 +94,32 @@ def coalesce(changes: Changes) -> RowWrites:
     """
     inserted: dict[Key, Record] = {}
     for record in changes.inserts:
-        if record_key(record) in inserted:
+        key = record_key(record)
+        if key in inserted:
             raise _inconsistent(record, "is inserted twice")
-        inserted[record_key(record)] = record
+        inserted[key] = record
     updated: dict[Key, Update] = {}
     for record in changes.updates:
         key = record_key(record)
-        earlier = updated[key].record if key in updated else inserted.get(key)
-        if earlier is not None:
-            _check_successor(earlier, record)
-        if key in inserted:
+        new, before = inserted.get(key), updated.get(key)
+        if new is not None:
+            _check_successor(new, record)
             inserted[key] = record
+        elif before is not None:
+            _check_successor(before.record, record)
+            updated[key] = Update(record, before.base_revision)
         else:
-            base = updated[key].base_revision if key in updated else record.revision - 1
-            updated[key] = Update(record, base)
+            updated[key] = Update(record, record.revision - 1)
     return RowWrites(tuple(inserted.values()), tuple(updated.values()))
 
 
 def changed_fixed_fields(earlier: Record, later: Record) -> Sequence[str]:
     """Names of fixed fields in which two versions of a record differ."""
-    changed = [name for name in sorted(FIXED_FIELDS[type(later)]) if getattr(earlier, name) != getattr(later, name)]
+    fixed = _FIXED_OF[type(later)]
+    changed: list[str] = []
+    if fixed(earlier) != fixed(later):
+        names = sorted(FIXED_FIELDS[type(later)])
+        changed = [name for name in names if getattr(earlier, name) != getattr(later, name)]
     if isinstance(earlier, Call) and isinstance(later, Call) and later.spec is not None and later.spec != earlier.spec:
         changed.append("spec")
     return changed

@@ -22,7 +22,7 @@ from plexrl_controller.store import reads, retention, rows, statements
 from plexrl_controller.store.batch import RowWrites, coalesce
 from plexrl_controller.store.paging import encode_cursor
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
-from plexrl_controller.store.rows import RowCodec
+from plexrl_controller.store.rows import RowCodec, row_tuples
 from plexrl_controller.store.statements import Part
 
 R = TypeVar("R")
@@ -34,6 +34,7 @@ CONNECT_TIMEOUT_S = 5.0
 _NOT_NOW = ("08", "25P03", "40", "53", "55P03", "57", "58", "XX")
 """SQLSTATE prefixes of what may pass: lost connection, conflict, full disk, shutdown, I/O error."""
 
+_TABLES = [codec.table.name for codec in (*rows.RECORDS, rows.EVENT, rows.INTERVAL, rows.REQUEST)]
 _INSERTS = {codec.record: statements.insert_statement(codec) for codec in rows.RECORDS}
 _UPDATES = {codec.record: statements.UpdateStatement.of(codec) for codec in rows.RECORDS}
 _INSERT_EVENTS = statements.insert_statement(rows.EVENT)
@@ -96,24 +97,25 @@ class PostgresStore:
 
     async def _commit_hot(self, term: int, writes: RowWrites, changes: Changes) -> None:
         """Everything in one statement, which is a transaction of its own."""
-        parts: list[Part] = []
-        arguments: list[Any] = []
-        for record in (Model, Call):
-            updates = [update for update in writes.updates if type(update.record) is record]
-            if updates:
-                parts.append(_UPDATE_PARTS[record])
-                arguments.extend(_UPDATES[record].arguments(updates))
-        for part, codec, records in (
-            (_INSERT_CALLS, rows.CALL, writes.inserts),
-            (_INSERT_EVENTS_PART, rows.EVENT, changes.events),
-            (_INSERT_INTERVALS_PART, rows.INTERVAL, changes.intervals),
-        ):
-            if records:
-                parts.append(part)
-                arguments.extend(statements.insert_part_arguments(codec, records))
-        sql = statements.commit_statement(tuple(parts))
         async with _translated(), self._commit_lock, self._writer_connection() as writer:
-            statement = await writer.prepare(sql)
+            parts: list[Part] = []
+            arguments: list[Any] = []
+            for record in (Model, Call):
+                updates = [update for update in writes.updates if type(update.record) is record]
+                if updates:
+                    update = _UPDATES[record]
+                    parts.append(_UPDATE_PARTS[record])
+                    arguments.extend(update.arguments(updates, writer.columns[update.table]))
+            for part, codec, records in (
+                (_INSERT_CALLS, rows.CALL, writes.inserts),
+                (_INSERT_EVENTS_PART, rows.EVENT, changes.events),
+                (_INSERT_INTERVALS_PART, rows.INTERVAL, changes.intervals),
+            ):
+                if records:
+                    parts.append(part)
+                    order = writer.columns[codec.table.name]
+                    arguments.extend(statements.insert_part_arguments(codec, records, order))
+            statement = await writer.prepare(statements.commit_statement(tuple(parts)))
             try:
                 held = await statement.fetchval(term, changes.commit_id, *arguments)
             except asyncpg.DivisionByZeroError:
@@ -219,6 +221,8 @@ class _WriterConnection:
         self._connection = connection
         self._driver = driver
         self._prepared: dict[str, asyncpg.prepared_stmt.PreparedStatement[Any]] = {}
+        self.columns: dict[str, tuple[str, ...]] = {}
+        """By table, in the order of its row type: migrations append."""
 
     @classmethod
     async def open(cls, engine: AsyncEngine) -> "_WriterConnection":
@@ -229,6 +233,8 @@ class _WriterConnection:
         writer = cls(connection, driver)
         try:
             await driver.execute(statements.WRITER_SETTINGS)
+            for table, columns in await driver.fetch(statements.TABLE_COLUMNS, _TABLES):
+                writer.columns[table] = tuple(columns)
         except BaseException:
             await writer.drop()
             raise
@@ -299,8 +305,8 @@ def _is_hot(writes: RowWrites, changes: Changes) -> bool:
     """Whether a commit writes what the path of a call writes and nothing else."""
     return (
         not changes.requests
-        and all(type(record) is Call for record in writes.inserts)
-        and all(type(update.record) in (Call, Model) for update in writes.updates)
+        and {type(record) for record in writes.inserts} <= {Call}
+        and {type(update.record) for update in writes.updates} <= {Call, Model}
     )
 
 
@@ -331,7 +337,7 @@ async def _write_records(writer: _WriterConnection, writes: RowWrites) -> None:
         if not updates:
             continue
         statement = _UPDATES[codec.record]
-        written = await writer.execute(statement.sql, *statement.arguments(updates))
+        written = await writer.execute(statement.sql, *statement.arguments(updates, writer.columns[codec.table.name]))
         if written != len(updates):
             raise LeadershipLost(
                 f"{len(updates) - written} of {len(updates)} rows of {codec.table.name} are not at the revision "
@@ -345,7 +351,7 @@ async def _write_records(writer: _WriterConnection, writes: RowWrites) -> None:
 
 async def _insert(writer: _WriterConnection, sql: str, codec: RowCodec[Any], records: Sequence[Any]) -> None:
     if records:
-        await writer.execute(sql, *statements.insert_arguments(codec, records))
+        await writer.execute(sql, row_tuples(codec.fields, records, writer.columns[codec.table.name]))
 
 
 async def _accounts(connection: AsyncConnection) -> tuple[Account, ...]:

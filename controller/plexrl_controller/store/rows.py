@@ -68,9 +68,13 @@ class RowCodec(Generic[R]):
         )
 
 
-def columnar(codecs: Sequence[FieldCodec], records: Sequence[Any]) -> Columns:
-    """The records' values, one list per column."""
-    return [column for codec in codecs for column in codec.gather(records)]
+def row_tuples(codecs: Sequence[FieldCodec], records: Sequence[Any], order: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The records as rows with the columns of `order`; those that no codec has are None."""
+    columns: dict[str, list[Any]] = {}
+    for codec in codecs:
+        columns.update(zip(codec.columns, codec.gather(records), strict=True))
+    absent = [None] * len(records)
+    return list(zip(*[columns.get(name, absent) for name in order], strict=True))
 
 
 def _field_codec(name: str, hint: Any) -> FieldCodec:
@@ -108,11 +112,13 @@ def _text(value: str | None) -> str | None:
 
 
 def _texts(get: Get, records: Sequence[Any]) -> Columns:
-    return [list(map(_text, map(get, records)))]
+    texts = list(map(get, records))
+    # All are looked at as one: hardly any has a NUL.
+    return [[_text(text) for text in texts] if "\0" in "".join(filter(None, texts)) else texts]
 
 
 def _enums(get: Get, records: Sequence[Any]) -> Columns:
-    return [[None if value is None else value.name for value in map(get, records)]]
+    return [[None if value is None else value._name_ for value in map(get, records)]]
 
 
 def _decode_enum(kind: type[IntEnum], name: str | None) -> IntEnum | None:

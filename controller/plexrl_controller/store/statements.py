@@ -1,7 +1,9 @@
-"""The array statements of the hot path: one statement per table and commit, whatever the number of rows.
+"""The statements of the hot path: one per table and commit, whatever the number of rows.
 
-`INSERT … SELECT … FROM unnest(…)` and `UPDATE … FROM unnest(…)`, built once from the row codecs; each argument is one
-column. The number of rows that an update changed is its guard: a row whose stored revision differs is not changed.
+`INSERT … SELECT … FROM unnest($1::calls[])` and `UPDATE … FROM unnest($1::calls[], …)`, built once from the row codecs.
+The rows of a table are one argument, an array of its row type: a driver looks at every element of an array before it
+encodes it, and rows are fewer than values. The number of rows that an update changed is its guard: a row whose stored
+revision differs is not changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +12,9 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Column
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.dialects.postgresql import JSONB
-
 from plexrl_controller.domain.records import Call, Payload
 from plexrl_controller.store.batch import FIXED_FIELDS, Update
-from plexrl_controller.store.rows import Columns, FieldCodec, RowCodec, columnar
+from plexrl_controller.store.rows import Columns, FieldCodec, RowCodec, row_tuples
 
 WRITER_SETTINGS = (
     "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; "
@@ -35,24 +33,24 @@ FENCE = "UPDATE leader SET commit_id = $2 WHERE term = $1 AND (commit_id <> $2 O
 
 SHOW_FENCE = "SELECT term, commit_id FROM leader"
 
-_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call]
 _KEEP_OR_DROP = "CASE WHEN u.{hash} IS NULL THEN NULL ELSE t.{column} END"
 """A spec is never sent again: its bytes stay where they are until it is dropped."""
 
 
+TABLE_COLUMNS = """
+SELECT attrelid::regclass::text, array_agg(attname::text ORDER BY attnum) FROM pg_attribute
+WHERE attrelid = ANY ($1::text[]::regclass[]) AND attnum > 0 AND NOT attisdropped GROUP BY attrelid
+"""
+"""Of the tables named, the columns in the order of their row types."""
+
+
 def insert_statement(codec: RowCodec[Any], first: int = 1, condition: str = "") -> str:
-    """Arguments: one array per column of the codec. `condition` is another table that must have a row."""
-    columns = codec.columns
-    names = ", ".join(column.name for column in columns)
+    """Argument: the rows. `condition` is another table that must have a row."""
+    names = [column.name for column in codec.columns]
     return (
-        f"INSERT INTO {codec.table.name} ({names}) SELECT {', '.join(_value(column) for column in columns)} "  # noqa: S608
-        f"FROM {condition}{_unnest(columns, first)}"
+        f"INSERT INTO {codec.table.name} ({', '.join(names)}) SELECT {', '.join(f'u.{name}' for name in names)} "  # noqa: S608
+        f"FROM {condition}unnest(${first}::{codec.table.name}[]) AS u"
     )
-
-
-def insert_arguments(codec: RowCodec[Any], records: Sequence[Any]) -> list[list[Any]]:
-    """The arguments of the insert."""
-    return columnar(codec.fields, records)
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,22 @@ class UpdateStatement:
     table: str
     key: str
     changes: tuple[str, ...]
-    columns: tuple[Column[Any], ...]
     sent: tuple[FieldCodec, ...]
 
     @classmethod
     def of(cls, codec: RowCodec[Any]) -> "UpdateStatement":
-        """Arguments: base revisions, then one array per sent column, the id first."""
-        key = codec.table.primary_key.columns[0]
-        sent = tuple(_sent(codec, key.name))
-        columns = [codec.table.c[name] for field in sent for name in field.columns]
-        changes = [f"{column.name} = {_value(column)}" for column in columns if column is not key]
+        """Arguments: the rows, of which only the columns of `sent` are set, and their base revisions."""
+        key = codec.table.primary_key.columns[0].name
+        sent = tuple(_sent(codec, key))
+        names = [name for field in sent for name in field.columns if name != key]
+        changes = [f"{name} = u.{name}" for name in names]
         if codec.record is Call:
             changes += [
                 f"{name} = {_KEEP_OR_DROP.format(hash='spec_sha256', column=name)}"
                 for name in ("spec_sha256", "spec_size_bytes", "spec_inline")
             ]
             changes.remove("spec_sha256 = u.spec_sha256")
-        return cls(codec.table.name, key.name, tuple(changes), tuple(columns), sent)
+        return cls(codec.table.name, key, tuple(changes), sent)
 
     @property
     def sql(self) -> str:
@@ -89,15 +86,16 @@ class UpdateStatement:
         """The statement with its arguments numbered from `first`; `condition` is another table that must have a row."""
         return (
             f"UPDATE {self.table} AS t SET {', '.join(self.changes)} "  # noqa: S608
-            f"FROM {condition}{_unnest(self.columns, first, base_revision=True)} "
-            f"WHERE t.{self.key} = u.{self.key} AND t.revision = u.base_revision"
+            f"FROM {condition}unnest(${first}::{self.table}[], ${first + 1}::bigint[]) AS u "
+            # The second array's column is named for the function.
+            f"WHERE t.{self.key} = u.{self.key} AND t.revision = u.unnest"
         )
 
-    def arguments(self, updates: Sequence[Update]) -> list[list[Any]]:
-        """The arguments of the update."""
+    def arguments(self, updates: Sequence[Update], order: Sequence[str]) -> list[list[Any]]:
+        """The arguments of the update; `order` is that of the table's columns."""
         return [
+            row_tuples(self.sent, [update.record for update in updates], order),
             [update.base_revision for update in updates],
-            *columnar(self.sent, [update.record for update in updates]),
         ]
 
 
@@ -118,23 +116,6 @@ def _hashes(records: Sequence[Any]) -> Columns:
     return [[None if spec is None else spec.sha256 for spec in specs]]
 
 
-def _value(column: Column[Any]) -> str:
-    return f"u.{column.name}::jsonb" if isinstance(column.type, JSONB) else f"u.{column.name}"
-
-
-def _unnest(columns: Sequence[Column[Any]], first: int, *, base_revision: bool = False) -> str:
-    types, names = [_array_type(column) for column in columns], [column.name for column in columns]
-    if base_revision:
-        types.insert(0, "bigint[]")
-        names.insert(0, "base_revision")
-    arguments = ", ".join(f"${first + index}::{kind}" for index, kind in enumerate(types))
-    return f"unnest({arguments}) AS u ({', '.join(names)})"
-
-
-def _array_type(column: Column[Any]) -> str:
-    return "text[]" if isinstance(column.type, JSONB) else f"{column.type.compile(dialect=_DIALECT).lower()}[]"
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """One table's share of a commit, within its statement. `sql` and `guard` number their arguments."""
@@ -153,26 +134,25 @@ def update_part(statement: UpdateStatement) -> Part:
     return Part(
         name,
         lambda first: f"{statement.text(first, 'fence, ')} RETURNING 1",
-        1 + len(statement.columns),
-        guard=lambda first: f"(SELECT count(*) FROM {name}) = cardinality(${first}::bigint[])",  # noqa: S608
+        2,
+        guard=lambda first: f"(SELECT count(*) FROM {name}) = cardinality(${first + 1}::bigint[])",  # noqa: S608
     )
 
 
 def insert_part(codec: RowCodec[Any]) -> Part:
     """An insert within a commit's statement. Calls take one argument more: the models that they name."""
-    columns = len(codec.columns)
     return Part(
         f"{codec.table.name}_added",
         lambda first: insert_statement(codec, first, "fence, "),
-        columns + (codec.record is Call),
-        guard=(lambda first: _have_models(first + columns)) if codec.record is Call else None,
+        1 + (codec.record is Call),
+        guard=(lambda first: _have_models(first + 1)) if codec.record is Call else None,
     )
 
 
-def insert_part_arguments(codec: RowCodec[Any], records: Sequence[Any]) -> list[Any]:
-    """The arguments of `insert_part`."""
-    arguments: list[Any] = insert_arguments(codec, records)
-    return [*arguments, list({record.model_id for record in records})] if codec.record is Call else arguments
+def insert_part_arguments(codec: RowCodec[Any], records: Sequence[Any], order: Sequence[str]) -> list[Any]:
+    """The arguments of `insert_part`; `order` is that of the table's columns."""
+    inserted = row_tuples(codec.fields, records, order)
+    return [inserted, list({record.model_id for record in records})] if codec.record is Call else [inserted]
 
 
 def _have_models(argument: int) -> str:

@@ -224,7 +224,6 @@ def run_function(
 ) -> e.EngineResponse:
     """Runs one function of the engine and packs its outcome. Raises EngineError kinds."""
     deployment_id = request.deployment_id
-    done = e.EngineResponse(done=e.EngineNoArguments())
     match request.WhichOneof("function"):
         case "declare":
             layout = engine.declare(deployment_id, codec.deployment_settings(request.declare))
@@ -235,10 +234,10 @@ def run_function(
             return e.EngineResponse(state=codec.state_response(state))
         case "attach_host":
             engine.attach_host(deployment_id, _map(descriptor, request.attach_host.size_bytes))
-            return done
+            return _done()
         case "detach_host":
             engine.detach_host(deployment_id)
-            return done
+            return _done()
         case "preload":
             report = engine.preload(deployment_id, codec.parked(request.preload.parked), control)
             return e.EngineResponse(swap=codec.swap_response(report))
@@ -256,10 +255,10 @@ def run_function(
             return e.EngineResponse(state=codec.state_response(engine.state(deployment_id)))
         case "drop":
             engine.drop(deployment_id)
-            return done
+            return _done()
         case "acquire_device":
             engine.acquire_device()
-            return done
+            return _done()
         case "release_device":
             released = engine.release_device()
             return e.EngineResponse(
@@ -275,7 +274,7 @@ def run_function(
             return e.EngineResponse(generation=codec.generation_result(generation))
         case "forget_execution":
             engine.forget_execution(request.forget_execution)
-            return done
+            return _done()
         case "score":
             batch = codec.token_batch(request.score.batch)
             if request.score.rollout:
@@ -292,7 +291,7 @@ def run_function(
             return e.EngineResponse(step=t.OptimStepResult(grad_norm=step.grad_norm, step=step.step))
         case "sync":
             engine.sync(deployment_id, request.sync.weights_version)
-            return done
+            return _done()
         case "save":
             saved = engine.save(deployment_id, request.save.directory, control)
             return e.EngineResponse(saved=codec.saved_response(saved))
@@ -304,6 +303,10 @@ def run_function(
             raise InvalidArgument(f"function {request.WhichOneof('function')} cannot be run here")
         case unreachable:
             assert_never(unreachable)
+
+
+def _done() -> e.EngineResponse:
+    return e.EngineResponse(done=e.EngineNoArguments())
 
 
 def _map(descriptor: int | None, size_bytes: int) -> port.ByteArray:

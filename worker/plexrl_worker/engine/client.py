@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -49,26 +49,38 @@ class EngineCall(Generic[T]):
         self.on_progress: ProgressListener | None = None
         self.process = process
         self._unpack = unpack
-        self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        # A call that nobody awaits any more must not log "exception was never retrieved" when its engine dies.
-        self._outcome.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())
+        self._response: e.EngineResponse | None = None
+        self._error: EngineError | None = None
+        # Made for whoever has to wait: most outcomes of a burst are here before anybody asks for them.
+        self._ended: asyncio.Future[None] | None = None
 
     def __await__(self) -> Generator[Any, None, T]:
         """Waits for the outcome. Cancelling the waiter does not abort the function."""
-        return asyncio.shield(self._outcome).__await__()
+        if not self.done():
+            if self._ended is None:
+                self._ended = asyncio.get_running_loop().create_future()
+            yield from asyncio.shield(self._ended).__await__()
+        return self.result()
 
     def done(self) -> bool:
         """Whether the outcome is known."""
-        return self._outcome.done()
+        return self._response is not None or self._error is not None
+
+    def result(self) -> T:
+        """The outcome of a call that is done. Raises the EngineError that it ended with."""
+        if self._error is not None:
+            raise self._error
+        assert self._response is not None
+        return self._unpack(self._response)
 
     def abort(self) -> None:
         """Asks the child to end it at its next step with Aborted; it may still succeed if it was about to."""
-        if not self._outcome.done():
+        if not self.done():
             self.process._send(e.EngineRequest(abort_request_id=self.request_id))
 
     def give_way(self) -> None:
         """Asks the child to park it at its next step with Yielded; it may still go on to its end."""
-        if not self._outcome.done():
+        if not self.done():
             self.process._send(e.EngineRequest(yield_request_id=self.request_id))
 
     def _advance(self, progress: e.EngineProgress) -> None:
@@ -77,17 +89,23 @@ class EngineCall(Generic[T]):
             self.on_progress(progress.done, progress.total)
 
     def _finish(self, response: e.EngineResponse) -> None:
-        if self._outcome.done():
+        if self.done():
             return
         self.start_unix_ns, self.end_unix_ns = response.start_unix_ns, response.end_unix_ns
-        if response.WhichOneof("event") == "failure":
-            self._outcome.set_exception(error_of(response.failure.reason, response.failure.message))
+        if response.HasField("failure"):
+            self._fail(error_of(response.failure.reason, response.failure.message))
         else:
-            self._outcome.set_result(self._unpack(response))
+            self._response = response
+            self._wake()
 
     def _fail(self, error: EngineError) -> None:
-        if not self._outcome.done():
-            self._outcome.set_exception(error)
+        if not self.done():
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
 
 
 class EngineProcess:
@@ -114,9 +132,15 @@ class EngineProcess:
         self._hung = False
         self._closing = False
         self._exited = asyncio.Event()
-        self._outgoing: asyncio.Queue[tuple[bytes, int | None]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(coroutine) for coroutine in (self._write(), self._read(), self._watch())]
+        self._outgoing: deque[tuple[bytes, int | None]] = deque()
+        self._unsent = bytearray()
+        self._flush_due = False
+        self._received = bytearray()
+        self._loop = loop = asyncio.get_running_loop()
+        self._silent = loop.create_future()
+        """Resolves when the child's end of the socket is closed."""
+        loop.add_reader(sock, self._receive)
+        self._watcher = loop.create_task(self._watch())
         self._reaper = loop.create_task(self._reap())
 
     @classmethod
@@ -346,71 +370,72 @@ class EngineProcess:
         return call
 
     def _send(self, request: e.EngineRequest, descriptor: int | None = None) -> None:
-        self._outgoing.put_nowait((request.SerializeToString(), descriptor))
+        """Queues a frame; what is queued in one turn of the loop leaves together."""
+        self._outgoing.append((request.SerializeToString(), descriptor))
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
 
-    async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _flush(self) -> None:
+        """Writes what the socket takes; the rest when it takes more."""
+        self._flush_due = False
+        if self._sock.fileno() < 0:
+            return
         try:
-            while True:
-                payload, descriptor = await self._outgoing.get()
-                together = bytearray()
-                while descriptor is None:
-                    together += frames.framed(payload)
-                    if self._outgoing.empty() or len(together) > _WRITE_BYTES:
-                        break
-                    payload, descriptor = self._outgoing.get_nowait()
-                if together:
-                    await loop.sock_sendall(self._sock, together)
-                if descriptor is not None:
-                    await self._send_descriptor(frames.header(payload), descriptor)
-                    await loop.sock_sendall(self._sock, payload)
+            while self._unsent or self._outgoing:
+                if not self._unsent and not self._take_frames():
+                    # A header is so small that the kernel takes it whole, with its descriptor, or not at all.
+                    payload, descriptor = self._outgoing[0]
+                    assert descriptor is not None
+                    socket.send_fds(self._sock, [frames.header(payload)], [descriptor])
+                    self._outgoing.popleft()
+                    os.close(descriptor)
+                    self._unsent += payload
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            self._flush_due = True
+            self._loop.add_writer(self._sock, self._flush)
+            return
         except OSError:
             self._signal_kill()
+        self._loop.remove_writer(self._sock)
 
-    async def _send_descriptor(self, head: bytes, descriptor: int) -> None:
-        """Sends a frame's length with a descriptor. A header is so small that the kernel takes it whole or not at
-        all.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    socket.send_fds(self._sock, [head], [descriptor])
-                    return
-                except BlockingIOError:
-                    writable = asyncio.Event()
-                    loop.add_writer(self._sock, writable.set)
-                    try:
-                        await writable.wait()
-                    finally:
-                        loop.remove_writer(self._sock)
-        finally:
-            os.close(descriptor)
+    def _take_frames(self) -> bool:
+        """Takes the next frames that have no descriptor; whether there are any."""
+        while self._outgoing and self._outgoing[0][1] is None and len(self._unsent) < _WRITE_BYTES:
+            self._unsent += frames.framed(self._outgoing.popleft()[0])
+        return bool(self._unsent)
 
-    async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
-        buffer = bytearray()
+    def _receive(self) -> None:
+        """Takes the frames that have come."""
         try:
-            while data := await loop.sock_recv(self._sock, _READ_BYTES):
-                self._last_frame_s = time.monotonic()
-                buffer += data
-                start = 0
-                while len(buffer) - start >= frames.HEADER.size:
-                    body = start + frames.HEADER.size
-                    end = body + frames.payload_bytes(bytes(buffer[start:body]))
-                    if len(buffer) < end:
-                        break
-                    response = e.EngineResponse.FromString(bytes(memoryview(buffer)[body:end]))
-                    start = end
-                    self._hear(response)
-                del buffer[:start]
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
-            pass
-        if not self._closing:
-            self._signal_kill()
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._sock)
+            if not self._silent.done():
+                self._silent.set_result(None)
+            if not self._closing:
+                self._signal_kill()
+            return
+        self._last_frame_s = time.monotonic()
+        self._received += data
+        start = 0
+        while len(self._received) - start >= frames.HEADER.size:
+            body = start + frames.HEADER.size
+            end = body + frames.payload_bytes(self._received[start:body])
+            if len(self._received) < end:
+                break
+            response = e.EngineResponse.FromString(bytes(memoryview(self._received)[body:end]))
+            start = end
+            self._hear(response)
+        del self._received[:start]
 
     def _hear(self, response: e.EngineResponse) -> None:
-        if response.WhichOneof("event") == "progress":
+        if response.HasField("progress"):
             if call := self._calls.get(response.request_id):
                 call._advance(response.progress)
         elif call := self._calls.pop(response.request_id, None):
@@ -436,17 +461,18 @@ class EngineProcess:
         else:
             self._death = EngineDied(f"engine child {self.pid} exited with code {code}", exit_code=code)
         # Frames that the child sent before it died still count.
-        await asyncio.wait([self._tasks[1]], timeout=1.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait([self._silent], timeout=1.0)
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
         self._sock.close()
         os.close(self._pidfd)
         self._pidfd = -1
-        while not self._outgoing.empty():
-            _, descriptor = self._outgoing.get_nowait()
+        for _, descriptor in self._outgoing:
             if descriptor is not None:
                 os.close(descriptor)
+        self._outgoing.clear()
         for call in self._calls.values():
             call._fail(self._death)
         self._calls.clear()

@@ -281,14 +281,14 @@ def sampling(message: t.SamplingParams) -> port.SamplingParams:
 
 def generation_result(value: port.Generation) -> t.GenerateResult:
     """The message of Generation."""
-    return t.GenerateResult(
-        completions=t.TokenBatch(
-            token_ids=wire.tensor(value.token_ids, "int32"), lengths=wire.tensor(value.lengths, "int32")
-        ),
-        logprobs=wire.tensor(value.logprobs, "float32"),
+    result = t.GenerateResult(
         finish_reasons=[_FINISH_REASONS[reason] for reason in value.finish_reasons],
         weights_version=value.weights_version,
     )
+    wire.put_tensor(result.completions.token_ids, value.token_ids, "int32")
+    wire.put_tensor(result.completions.lengths, value.lengths, "int32")
+    wire.put_tensor(result.logprobs, value.logprobs, "float32")
+    return result
 
 
 def loss_arguments(

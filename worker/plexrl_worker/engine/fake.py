@@ -11,6 +11,8 @@ import hashlib
 import json
 import time
 from collections.abc import Collection
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -239,19 +241,19 @@ class FakeEngine:
     ) -> Generation:
         """See port.Engine. It yields between completions."""
         deployment = self._on_device(deployment_id, "generate", None)
-        table = self._rollout(deployment, weights_version, "generate")
+        self._rollout(deployment, weights_version, "generate")
         losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
         check_sampling(params, prompts, self._max_sequence_tokens)
         if params.stop:
             raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
         self._faults.strike("generate", control)
-        last_tokens = prompts.token_ids[np.cumsum(prompts.lengths) - 1]
-        sampled = self._parked.pop(execution, Sampled(deployment_id, weights_version))
-        if (sampled.deployment_id, sampled.weights_version) != (deployment_id, weights_version):
+        row_after = partial(deployment.rollout_row, vocab_size=self._vocab_size)
+        last_tokens = [int(prompts.token_ids[end - 1]) for end in accumulate(prompts.lengths.tolist())]
+        sampled = self._parked.pop(execution, None)
+        if sampled is None or (sampled.deployment_id, sampled.weights_version) != (deployment_id, weights_version):
             sampled = Sampled(deployment_id, weights_version)
-        completions, logprobs, reasons = sampled.completions, sampled.logprobs, sampled.reasons
-        total = int(prompts.lengths.size) * params.n
-        for index in range(len(completions), total):
+        total = len(last_tokens) * params.n
+        for index in range(len(sampled.lengths), total):
             if control.aborted():
                 raise Aborted("generate was aborted")
             if execution and control.yielding():
@@ -259,17 +261,18 @@ class FakeEngine:
                 raise Yielded(f"{index} of {total} completions are sampled, and kept")
             self._faults.strike(f"completion-{index}", control)
             prompt_index, completion_index = divmod(index, params.n)
-            draws = np.random.default_rng(completion_seed(params.seed, prompt_index, completion_index))
-            ids, scores, reason = sample(table, int(last_tokens[prompt_index]), params, draws)
-            completions.append(ids)
-            logprobs.append(scores)
-            reasons.append(reason)
+            seed = completion_seed(params.seed, prompt_index, completion_index)
+            ids, scores, reason = sample(row_after, last_tokens[prompt_index], params, seed)
+            sampled.token_ids += ids
+            sampled.logprobs += scores
+            sampled.lengths.append(len(ids))
+            sampled.reasons.append(reason)
             control.progress(index + 1, total)
         return Generation(
-            token_ids=np.concatenate(completions).astype(np.int32),
-            lengths=np.array([len(ids) for ids in completions], np.int32),
-            logprobs=np.concatenate(logprobs).astype(np.float32) if params.logprobs else np.zeros(0, np.float32),
-            finish_reasons=tuple(reasons),
+            token_ids=np.array(sampled.token_ids, np.int32),
+            lengths=np.array(sampled.lengths, np.int32),
+            logprobs=np.array(sampled.logprobs if params.logprobs else [], np.float32),
+            finish_reasons=tuple(sampled.reasons),
             weights_version=weights_version,
         )
 

@@ -1,6 +1,7 @@
 """The fake engine's deployments and arithmetic: tables of next-token logits. Never for real work."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from plexrl_worker.engine.port import (
     ParkedComponent,
     SamplingParams,
 )
+
+Float64Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class FakeDeployment:
@@ -32,12 +35,28 @@ class FakeDeployment:
         self.arrays: dict[Component, Float32Array] = {}
         self.image: ByteArray | None = None
         self.preloaded: dict[ParkedComponent, Float32Array] = {}
+        self._rollout_rows: dict[int, Float64Array] = {}
+        self._rows_of: Float32Array | None = None
 
     def table(self, component: Component, vocab_size: int) -> Float32Array:
         """A component as float32 [vocab_size, vocab_size] (the optimizer: [2, ...])."""
         tables: Float32Array = self.arrays[component].reshape(-1, vocab_size, vocab_size)
         first: Float32Array = tables[0]
         return first
+
+    def rollout_row(self, token: int, vocab_size: int) -> Float64Array:
+        """Log-probabilities after a token under the rollout weights: float64 [vocab_size].
+
+        Kept for as long as the weights stay, which are replaced and never written into.
+        """
+        weights = self.arrays[Component.ROLLOUT_WEIGHTS]
+        if self._rows_of is not weights:
+            self._rows_of, self._rollout_rows = weights, {}
+        row = self._rollout_rows.get(token)
+        if row is None:
+            table = self.table(Component.ROLLOUT_WEIGHTS, vocab_size)
+            row = self._rollout_rows[token] = log_softmax(table[token][None])[0]
+        return row
 
 
 @dataclass
@@ -46,8 +65,9 @@ class Sampled:
 
     deployment_id: str
     weights_version: int
-    completions: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     reasons: list[FinishReason] = field(default_factory=list)
 
 
@@ -66,17 +86,18 @@ def log_softmax(logits: Float32Array) -> np.ndarray[tuple[int, int], np.dtype[np
 
 
 def sample(
-    table: Float32Array, last_token: int, params: SamplingParams, draws: np.random.Generator
+    row_after: Callable[[int], Float64Array], last_token: int, params: SamplingParams, seed: int
 ) -> tuple[list[int], list[float], FinishReason]:
-    """One completion: (token ids, raw log-probabilities, why it ended)."""
+    """One completion, with the log-probabilities after each token: (token ids, theirs, why it ended)."""
     ids: list[int] = []
     scores: list[float] = []
+    draws = np.random.default_rng(seed) if params.temperature else None
     for _ in range(params.max_tokens):
-        raw = log_softmax(table[last_token][None])[0]
-        draw = draws.random()
-        if params.temperature == 0:
+        raw = row_after(last_token)
+        if draws is None:
             last_token = int(raw.argmax())
         else:
+            draw = draws.random()
             order = np.argsort(-raw, kind="stable")[: params.top_k or None]
             masses = np.exp((raw[order] - raw[order[0]]) / params.temperature)
             kept = int(np.searchsorted(np.cumsum(masses / masses.sum()), params.top_p)) + 1

@@ -23,7 +23,7 @@ def header(payload: bytes) -> bytes:
     return HEADER.pack(len(payload))
 
 
-def payload_bytes(head: bytes) -> int:
+def payload_bytes(head: bytes | bytearray) -> int:
     """The payload's size from its header. Raises ValueError beyond MAX_FRAME_BYTES."""
     (size,) = HEADER.unpack(head)
     if size > MAX_FRAME_BYTES:

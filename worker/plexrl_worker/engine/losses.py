@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plexrl_worker.engine.errors import InvalidArgument, NonFinite
-from plexrl_worker.engine.port import Float32Array, LossBatch, LossName, LossParams, TokenBatch
+from plexrl_worker.engine.port import Float32Array, Int32Array, LossBatch, LossName, LossParams, TokenBatch
 
 DEFAULT_CLIP = 0.2
+_FEW = 64
 
 Float64Array = NDArray[np.float64]
 
@@ -74,12 +75,22 @@ def check_tokens(batch: TokenBatch, vocab_size: int, max_sequence_tokens: int) -
     """Raises InvalidArgument when a sequence is empty or too long, or a token id is outside the vocabulary."""
     if batch.lengths.size == 0:
         raise InvalidArgument("the batch has no sequences")
-    if int(batch.lengths.min()) < 1 or int(batch.lengths.sum(dtype=np.int64)) != batch.token_ids.size:
+    shortest, longest, total = _range_of(batch.lengths)
+    if shortest < 1 or total != batch.token_ids.size:
         raise InvalidArgument("lengths must each be at least 1 and add up to the number of token ids")
-    if int(batch.lengths.max()) > max_sequence_tokens:
-        raise InvalidArgument(f"a sequence has {int(batch.lengths.max())} tokens, the limit is {max_sequence_tokens}")
-    if int(batch.token_ids.min()) < 0 or int(batch.token_ids.max()) >= vocab_size:
+    if longest > max_sequence_tokens:
+        raise InvalidArgument(f"a sequence has {longest} tokens, the limit is {max_sequence_tokens}")
+    least, greatest, _ = _range_of(batch.token_ids)
+    if least < 0 or greatest >= vocab_size:
         raise InvalidArgument(f"token ids must be in [0, {vocab_size})")
+
+
+def _range_of(values: Int32Array) -> tuple[int, int, int]:
+    """Least, greatest and sum. Few are looked at sooner one by one than as an array."""
+    if values.size <= _FEW:
+        few = values.tolist()
+        return min(few), max(few), sum(few)
+    return int(values.min()), int(values.max()), int(values.sum(dtype=np.int64))
 
 
 def first_positions(batch: TokenBatch) -> NDArray[np.int64]:

@@ -1,15 +1,18 @@
 """Recorded device time as JSON lines, and the jobs that it shows.
 
-The first line says what the file is; every other line is one interval of one worker's device time:
+The first line says what the file is; every other line is one interval of one worker's device time (here broken in two):
 
     {"format": "plexrl-trace", "version": 1}
-    {"kind": "busy", "worker": "w1", "job": "j1", "function": "generate", "start_s": 0.0, "end_s": 1.5}
+    {"kind": "busy", "worker": "w1", "job": "j1", "function": "generate", "start_s": 0.0, "end_s": 1.5,
+     "submitted_s": -0.01}
 
-`kind` is busy, swap_in, swap_out or hold; `function` is there when it is busy. Times are seconds on the worker's clock.
+`kind` is busy, swap_in, swap_out or hold; `function` is there when it is busy, and `submitted_s`, when the call was
+accepted, where that was recorded. Times are seconds on the worker's clock.
 
-A job's own stalls are the gaps between its busy intervals. Where the device served somebody else until it came back,
-the gap is longer than the stall by an unknown wait: such a stall is taken to be the median of those after the same
-function that were seen whole, within what the gap allows.
+A job's own stalls are the gaps between its busy intervals, up to when it asked for more. Where a recording does not say
+when that was, and the device served somebody else until the job came back, the gap is longer than the stall by an
+unknown wait: such a stall is taken to be the median of those after the same function that were seen whole, within what
+the gap allows.
 """
 
 import json
@@ -42,6 +45,7 @@ class Interval:
     function: str
     start_s: float
     end_s: float
+    submitted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +105,22 @@ def _interval(where: str, value: dict[str, Any]) -> Interval:
             raise InputError(f"{where}: {name} is {value.get(name)!r}, want a string")
     if value["kind"] not in KINDS:
         raise InputError(f"{where}: kind is {value['kind']!r}, want one of {', '.join(KINDS)}")
-    times = []
-    for name in ("start_s", "end_s"):
-        number = value.get(name)
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise InputError(f"{where}: {name} is {number!r}, want seconds")
-        times.append(float(number))
+    times = [_seconds(where, name, value.get(name)) for name in ("start_s", "end_s")]
     if times[1] < times[0]:
         raise InputError(f"{where}: ends at {times[1]}, before its start at {times[0]}")
     function = value.get("function") or ""
     if not isinstance(function, str) or (value["kind"] == "busy" and not function):
         raise InputError(f"{where}: function is {function!r}, want the name of what ran, such as generate")
-    return Interval(value["kind"], value["worker"], value["job"], function, times[0], times[1])
+    submitted_s = value.get("submitted_s")
+    if submitted_s is not None:
+        submitted_s = _seconds(where, "submitted_s", submitted_s)
+    return Interval(value["kind"], value["worker"], value["job"], function, times[0], times[1], submitted_s)
+
+
+def _seconds(where: str, name: str, number: object) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise InputError(f"{where}: {name} is {number!r}, want seconds")
+    return float(number)
 
 
 def recorded_jobs(intervals: Iterable[Interval]) -> tuple[RecordedJob, ...]:
@@ -166,6 +174,9 @@ def _gap(
 ) -> tuple[float, float]:
     """The shortest and the longest stall that the gap between two busy intervals allows."""
     start, end = before.end_s, after.start_s
+    if after.submitted_s is not None:
+        stall_s = min(max(0.0, after.submitted_s - start), max(0.0, end - start))
+        return stall_s, stall_s
     swaps = [i for i in intervals if i.job == job and i.kind != "busy" and start <= i.start_s and i.end_s <= end + 1e-9]
     ready_by = min([i.start_s for i in swaps if i.kind == "swap_in"], default=end)
     most = max(0.0, ready_by - start)
