@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -74,9 +73,9 @@ def compare(recording: Path, start_s: float, end_s: float) -> list[Predicted]:
 def table(rows: Sequence[Predicted]) -> Table:
     """One row for each job."""
     shown = Table(
-        title="slowdown in the second half, against the job's own work and stalls", box=box.SIMPLE, padding=(0, 1)
+        title="slowdown in the second half, against the job's own work and stalls", box=None, padding=(0, 1, 0, 0)
     )
-    for heading in ("job", "steps", "busy", "set-up", "1st half", "foretold", "90 %", "measured", "error"):
+    for heading in ("job", "steps", "busy", "set-up", "before", "foretold", "90 %", "measured", "error"):
         shown.add_column(heading, justify="left" if heading == "job" else "right", no_wrap=True)
     for row in rows:
         shown.add_row(

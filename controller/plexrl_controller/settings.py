@@ -90,6 +90,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         raise ValueError("--tls-cert and --tls-key go together")
     if host not in ("127.0.0.1", "localhost", "::1") and not args.tls_cert:
         raise ValueError(f"--listen {args.listen}: beyond loopback the server needs --tls-cert and --tls-key")
+    policy, chunk_s = POLICIES[args.policy], _number(args.chunk_s, "--chunk-s", 0.1)
     return ServeSettings(
         listen=args.listen,
         database_url=args.database_url,
@@ -97,7 +98,8 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         s3_endpoint=args.s3_endpoint,
         tenant_payload_bytes=int(_number(args.tenant_payload_gib, "--tenant-payload-gib", 2**-20) * 2**30),
         history_s=_number(args.history_days, "--history-days", MIN_HISTORY_S / 86_400) * 86_400,
-        policy=replace(POLICIES[args.policy], chunk_s=_number(args.chunk_s, "--chunk-s", 0.1)),
+        # A slice that outlasted the chunk would have a call that yielded go on at once.
+        policy=replace(policy, chunk_s=chunk_s, quantum_s=min(policy.quantum_s, chunk_s)),
         tenant_quota=_quota(args.tenant_device_hours),
         recovery=RecoveryPolicy(
             replay_s=_number(args.snapshot_replay_s, "--snapshot-replay-s", 0.0),

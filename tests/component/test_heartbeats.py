@@ -23,21 +23,20 @@ async def test_leases_are_renewed_while_the_store_does_not_answer() -> None:
         worker_id = await leader.join()
         job = await leader.job(lease_s=10.0)
         model = await leader.model(job)
-        store.gate.clear()
-        crowd = [asyncio.create_task(leader.submit(model, specs.generate())) for _ in range(50)]
-        await leader.settle()
-        leader.clock.time += 9.0
-        beat = JobService(leader.core).HeartbeatJob(job_pb2.HeartbeatJobRequest(job_id=job.job_id), None)
-        incarnation = leader.core.ledger.workers[worker_id].incarnation
-        renewal = registry_pb2.SynchronizeRequest(worker_id=worker_id, worker_incarnation=incarnation)
-        synchronizing = RegistryService(leader.core).Synchronize(renewal, None)
-        renewed = [asyncio.create_task(rpc) for rpc in (beat, synchronizing)]
-        await leader.settle()
-        assert [task.done() for task in renewed] == [True, True]
-        assert leader.core.ledger.facts[job.job_id].lease_end == leader.clock.time + 10.0
-        assert leader.core.ledger.groups[worker_id].last_sync == leader.clock.time
-        assert not any(task.done() for task in crowd)
-        store.gate.set()
+        with store.closed():
+            crowd = [asyncio.create_task(leader.submit(model, specs.generate())) for _ in range(50)]
+            await leader.settle()
+            leader.clock.time += 9.0
+            beat = JobService(leader.core).HeartbeatJob(job_pb2.HeartbeatJobRequest(job_id=job.job_id), None)
+            incarnation = leader.core.ledger.workers[worker_id].incarnation
+            renewal = registry_pb2.SynchronizeRequest(worker_id=worker_id, worker_incarnation=incarnation)
+            synchronizing = RegistryService(leader.core).Synchronize(renewal, None)
+            renewed = [asyncio.create_task(rpc) for rpc in (beat, synchronizing)]
+            await leader.settle()
+            assert [task.done() for task in renewed] == [True, True]
+            assert leader.core.ledger.facts[job.job_id].lease_end == leader.clock.time + 10.0
+            assert leader.core.ledger.groups[worker_id].last_sync == leader.clock.time
+            assert not any(task.done() for task in crowd)
         await asyncio.gather(*crowd)
         await leader.work()
 
@@ -75,13 +74,12 @@ async def test_no_order_leaves_before_its_attempt_is_durable() -> None:
         model = await leader.model(await leader.job())
         await leader.submit(model, specs.generate())
         await leader.work()
-        store.gate.clear()
-        leader.transport.sent.clear()
-        submitting = asyncio.create_task(leader.submit(model, specs.generate()))
-        await leader.settle()
-        assert not submitting.done()
-        assert leader.transport.sent == []
-        store.gate.set()
+        with store.closed():
+            leader.transport.sent.clear()
+            submitting = asyncio.create_task(leader.submit(model, specs.generate()))
+            await leader.settle()
+            assert not submitting.done()
+            assert leader.transport.sent == []
         await submitting
         await leader.settle()
         assert [order.WhichOneof("action") for order in leader.transport.sent] == ["run_call"]

@@ -14,6 +14,8 @@ from tests.e2e.test_engine_vllm import QWEN3
 from tests.support.engine_conformance import EngineConformance
 from tests.support.engine_subjects import (
     AGREEMENT,
+    SAMPLING,
+    Courteous,
     ImageMaker,
     Model,
     Patient,
@@ -44,6 +46,16 @@ class TestLora(EngineConformance):
     # An adapter's base is the engine's: another, or a directory, is for another engine (below).
     test_a_checkpoint_serves_as_a_base = None  # type: ignore[assignment]
     test_a_directory_without_weights_is_no_base = None  # type: ignore[assignment]
+    # An adapter's generate is not parked: asked to give way, it goes on (below).
+    test_a_generate_that_gave_way_samples_what_an_undisturbed_one_samples = None  # type: ignore[assignment]
+    test_what_was_parked_is_kept_when_the_engine_gives_up_the_device = None  # type: ignore[assignment]
+    test_what_is_forgotten_or_of_older_weights_begins_anew = None  # type: ignore[assignment]
+
+    def test_asked_to_give_way_it_goes_on_to_its_end(self, model: Model) -> None:
+        prompts = random_batch(62)
+        expected = model.generate(prompts)
+        generation = model.engine.generate(model.name, model.version, prompts, SAMPLING, Courteous(), "call/1")
+        assert generation.token_ids.tolist() == expected.token_ids.tolist()
 
     @pytest.fixture
     def engine(self, adapters: RemoteEngine) -> port.Engine:

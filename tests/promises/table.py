@@ -269,14 +269,6 @@ MUTATIONS = (
         "G19",
         "tests/component/test_worker_orders.py::test_orders_of_another_life_or_an_older_controller_are_refused",
         f"{WORKER}/fences.py",
-        "if leader_term < self.leader_term:",
-        "if False:",
-        "a controller that was replaced still gives orders",
-    ),
-    Mutation(
-        "G19",
-        "tests/component/test_worker_orders.py::test_orders_of_another_life_or_an_older_controller_are_refused",
-        f"{WORKER}/fences.py",
         "if worker_incarnation != self.worker_incarnation:",
         "if False:",
         "orders for an earlier life are executed",
@@ -329,6 +321,7 @@ MUTATIONS = (
         "if (resumed := done_before(core, key)) is not None:",
         "if (resumed := None) is not None:",
         "a resume that comes again late frees a sequence that failed since",
+        seen="a request id is already stored",
     ),
     Mutation(
         "G01",
@@ -337,7 +330,7 @@ MUTATIONS = (
         "    remember(batch, key, job.job_id)\n",
         "",
         "a job is created, and its request forgotten",
-        seen="JOB_NAME_TAKEN",
+        seen="a live job is named",
     ),
     Mutation(
         "G05",

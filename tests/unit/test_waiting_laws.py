@@ -38,6 +38,7 @@ def test_quantile_inverts_cdf_and_sf_complements_it(law: Part, p: float) -> None
     assert float(law.sf(t)) == pytest.approx(1 - p, abs=1e-7)
 
 
+@settings(max_examples=30)
 @given(law=st.one_of(SIMPLE, MIXED), p=st.floats(0.05, 0.9))
 def test_density_is_the_slope_of_the_distribution(law: Part, p: float) -> None:
     low, high = (float(t) for t in law.quantile([p, p + 0.05]))
