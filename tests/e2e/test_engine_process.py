@@ -68,7 +68,7 @@ async def test_an_exit_code_is_told() -> None:
 
 async def test_a_hang_is_told_from_slow_work() -> None:
     """Slow work shows progress and may outlast the limit; a hang does not."""
-    engine = await start({"function": "generate", "fault": "slow", "delay_s": 2.5}, hang_limit_s=1.0)
+    engine = await start({"function": "generate", "fault": "slow", "delay_s": 4.0}, hang_limit_s=2.0)
     result = await engine.generate("model", SPEC, 0)
     assert len(result.finish_reasons) == 4
     await engine.close()
@@ -79,8 +79,8 @@ async def test_a_hang_is_told_from_slow_work() -> None:
 
 
 async def test_an_idle_child_is_not_a_hang() -> None:
-    engine = await start(hang_limit_s=0.5)
-    await asyncio.sleep(1.5)
+    engine = await start(hang_limit_s=2.0)
+    await asyncio.sleep(3.0)
     assert (await engine.state("model")).rollout_version == 0
     await engine.close()
 
