@@ -1,5 +1,7 @@
 """Under a whole leader: a long generate gives way to a job that waits, and goes on in the same attempt."""
 
+import asyncio
+
 import pytest
 
 from plexrl.v1 import call_pb2
@@ -11,6 +13,7 @@ from plexrl_controller.domain.states import CallKind, CallState
 from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
+from tests.support.gated_store import GatedStore
 from tests.support.leader import Leader, running_leader
 
 POLICY = Policy(quantum_s=1.0, chunk_s=5.0, hold=HoldRule.NEVER)
@@ -124,3 +127,41 @@ async def test_only_workers_that_can_are_asked(yields: bool) -> None:
         await leader.settle()
         assert bool(asked(leader)) == yields
         await leader.work()
+
+
+async def test_the_group_is_looked_at_again_when_the_chunk_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing is heard from the worker meanwhile."""
+    async with running_leader(policy=POLICY) as leader:
+        long, short = await two_jobs(leader)
+        await leader.submit(long, specs.generate())
+        await leader.settle()
+        leader.clock.time += 2.0
+        again: list[float | None] = []
+        monkeypatch.setattr(leader.core.turns, "wake_after", lambda _, delay_s: again.append(delay_s))
+        await leader.submit(short, specs.generate())
+        await leader.settle()
+        assert again[-1] == pytest.approx(3.0)
+
+
+async def test_nothing_is_asked_to_give_way_before_it_is_ordered() -> None:
+    """A worker that does not know it would say that it has, and run it all the same when its order comes."""
+    store = GatedStore()
+    async with running_leader(store, policy=POLICY) as leader:
+        long, short = await two_jobs(leader)
+        await leader.submit(long, specs.generate())
+        await leader.settle()
+        await leader.submit(short, specs.generate())
+        await leader.settle()
+        with store.closed():
+            ahead = asyncio.ensure_future(leader.submit(long, specs.generate()))
+            await leader.settle()
+            leader.clock.time += 6.0
+            leader.core.wake(leader.worker_id)  # type: ignore[arg-type]
+            await leader.settle()
+            assert leader.core.ledger.groups[leader.worker_id].yielding  # type: ignore[index]
+            assert asked(leader) == []
+        call_id = (await ahead).call_id
+        await leader.settle()
+        sent = [o.run_call.call.call_id or o.yield_call.call.call_id for o in leader.transport.sent]
+        assert call_id in asked(leader)
+        assert sent.index(call_id) < len(sent) - 1 - sent[::-1].index(call_id)

@@ -81,7 +81,7 @@ class GroupCycle:
                     return core.policy.chunk_s
                 case Wait():
                     core.ledger.groups[self._worker_id].held_since = None
-                    return None
+                    return max(0.0, plan.again_at - now) if plan.again_at is not None else None
                 case Hold(until=until):
                     group = core.ledger.groups[self._worker_id]
                     group.held_since = group.held_since if group.held_since is not None else now

@@ -19,7 +19,10 @@ def ask_to_yield(core: Core, worker_id: WorkerId) -> None:
     ]
     group.chunk_start = core.clock.now()
     group.yielding = {call.call_id: None for call in asked}
-    core.transport.send(worker_id, [core.orders.give_way(call) for call in asked])
+    orders = [core.orders.give_way(call) for call in asked]
+    # Behind the orders to run them, which leave once they are durable: a worker says of a call that it does not know
+    # that it has yielded, and would then run it for as long as it takes.
+    core.queue(core.batch(), lambda error: core.transport.send(worker_id, orders) if error is None else None)
 
 
 def yields_s(core: Core, worker_id: WorkerId, now: float) -> float | None:
