@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from plexrl.v1 import call_pb2
+from plexrl.v1 import call_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.api.explain import explain
 from plexrl_controller.dispatch.views import group_view
+from plexrl_controller.domain.errors import DataLoss
 from plexrl_controller.domain.ids import CallId, JobId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.domain.states import CallKind, CallState
@@ -50,6 +51,14 @@ async def yielded(leader: Leader) -> tuple[call_pb2.Call, call_pb2.Call]:
         await leader.dispatcher.reports_came(leader.worker_id, incarnation, leader.worker.run(1))
         await leader.settle()
     return running, waiting
+
+
+async def heard(leader: Leader, report: worker_pb2.Report) -> None:
+    """The worker reports something."""
+    assert leader.worker_id is not None
+    incarnation = leader.core.ledger.workers[leader.worker_id].incarnation
+    await leader.dispatcher.reports_came(leader.worker_id, incarnation, [report])
+    await leader.settle()
 
 
 def asked(leader: Leader) -> list[str]:
@@ -112,6 +121,44 @@ async def test_a_yielded_call_of_a_lost_worker_runs_anew() -> None:
         await leader.join()
         await leader.work()
         assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 2)
+
+
+async def test_a_yielded_call_of_a_lost_state_waits_for_whichever_worker_rebuilds_it() -> None:
+    """It is no call of the worker's any more, which may refuse to rebuild the state."""
+    async with running_leader(policy=POLICY) as leader:
+        running, _ = await yielded(leader)
+        lost = registry_pb2.DeploymentStatus(model_id=running.model_id, state_lost=True)
+        await heard(leader, worker_pb2.Report(deployments=[lost]))
+        assert record(leader, running).state is CallState.PENDING
+        await leader.work()
+        assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 2)
+
+
+async def test_the_result_of_a_call_that_went_on_counts_where_its_yield_was_heard_late() -> None:
+    """After a break of the stream it is ordered again, and then comes the report that the break had kept."""
+    async with running_leader(policy=POLICY) as leader:
+        running, _ = await yielded(leader)
+        result = types_pb2.CallResult(generate=types_pb2.GenerateResult())
+        call = registry_pb2.CallAttempt(call_id=running.call_id, attempt=1)
+        await heard(leader, worker_pb2.Report(call=call, finished=worker_pb2.OrderFinished(result=result)))
+        assert (record(leader, running).state, record(leader, running).attempt) == (CallState.SUCCEEDED, 1)
+
+
+async def test_a_yielded_call_whose_arguments_are_gone_fails_and_its_worker_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_leader(policy=POLICY) as leader:
+        running, waiting = await yielded(leader)
+
+        async def gone(call: Call) -> types_pb2.CallSpec:
+            raise DataLoss(f"the arguments of call {call.call_id} are gone")
+
+        leader.core.ledger.specs.pop(CallId(running.call_id))
+        monkeypatch.setattr(leader.core, "spec", gone)
+        await leader.work()
+        assert record(leader, waiting).state is CallState.SUCCEEDED
+        assert record(leader, running).state is CallState.FAILED
+        assert [o.abort.call.call_id for o in leader.transport.sent if o.HasField("abort")] == [running.call_id]
 
 
 @pytest.mark.parametrize("yields", [True, False])

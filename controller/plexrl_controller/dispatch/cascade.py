@@ -129,12 +129,20 @@ def lose_model_state(batch: Batch, model: Model, cause: str) -> None:
         seconds = ledger.log(model.model_id).busy_s_after(points[0].sequence)
         plan = f"{len(replays)} call(s) are executed again, about {seconds:.1f} s" if replays else "no call is lost"
         message = f"being restored from {points[0]}; {plan}, after: {cause}"
-        batch.transition(model, ModelEvent.RECOVER, recoveries=model.recoveries + 1, message=message)
     elif loads_next(ledger, model):
         message = f"being rebuilt to load a checkpoint, after: {cause}"
-        batch.transition(model, ModelEvent.RECOVER, recoveries=model.recoveries + 1, message=message)
     else:
         give_up_state(batch, model, cause)
+        return
+    batch.transition(model, ModelEvent.RECOVER, recoveries=model.recoveries + 1, message=message)
+    _begin_anew(batch, model)
+
+
+def _begin_anew(batch: Batch, model: Model) -> None:
+    """Generates that yielded wait for no worker: they run where the model is rebuilt, which may be elsewhere."""
+    for call_id in list(batch.ledger.calls_of_model.get(model.model_id, ModelCalls()).generates):
+        if (call := batch.ledger.calls[call_id]).state is CallState.YIELDED:
+            requeue(batch, call)
 
 
 def give_up_state(batch: Batch, model: Model, cause: str) -> None:

@@ -177,7 +177,7 @@ class GroupCycle:
             call, model = self._record(ready), core.ledger.models.get(ready.model_id)
             if model is not None and model.state is ModelState.RECOVERING:
                 give_up_state(batch, model, f"the arguments of a call to execute again are gone: {error.message}")
-            elif call is not None and call.state is CallState.PENDING:
+            elif call is not None and call.state in (CallState.PENDING, CallState.YIELDED):
                 fail(batch, call, CallReason.ENGINE_ERROR, error.message)
             core.queue(batch)
         finally:

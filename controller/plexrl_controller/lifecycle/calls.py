@@ -49,13 +49,22 @@ MACHINE: Machine[Call, S, CallEvent] = Machine(
         row(CallEvent.CONTINUE, [S.YIELDED], S.RUNNING, Effect.DELIVER, Effect.SEND_ORDER, note="the same attempt"),
         row(
             CallEvent.SUCCEED,
-            [S.DISPATCHED, S.RUNNING, S.CANCELLING],
+            [S.DISPATCHED, S.RUNNING, S.YIELDED, S.CANCELLING],
             S.SUCCEEDED,
             Effect.DELIVER,
             Effect.WAKE_GROUP,
-            note="a result that was ready before the cancel arrived counts",
+            note="a result that was ready before the cancel arrived counts; so does one of a call that went on, where "
+            "that it had yielded was heard late",
         ),
-        row(CallEvent.FAIL, [S.PENDING, S.DISPATCHED, S.RUNNING, S.YIELDED], S.FAILED, *_ENDED_BADLY),
+        row(CallEvent.FAIL, [S.PENDING, S.DISPATCHED, S.RUNNING], S.FAILED, *_ENDED_BADLY),
+        row(
+            CallEvent.FAIL,
+            [S.YIELDED],
+            S.FAILED,
+            *_ENDED_BADLY,
+            Effect.SEND_ABORT,
+            note="its worker keeps nothing of it",
+        ),
         row(
             CallEvent.LOSE_ATTEMPT,
             [S.DISPATCHED, S.RUNNING, S.YIELDED],
