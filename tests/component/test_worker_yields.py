@@ -4,9 +4,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.engine.client import EngineCall, EngineProcess
 from tests.support.worker_daemon import Cluster, call, cluster, deploy, fake_config, generate, reason, swap, sync
 
 BEFORE_THE_THIRD = {"function": "completion-2", "fault": "slow", "delay_s": 25}
@@ -117,6 +120,31 @@ async def test_a_call_that_is_queued_gives_way_without_having_begun(tmp_path: Pa
         for call_id in ("c2", "c1"):
             report = await c.orders.ok(run_call=call("m1", generate(), call_id=call_id))
             assert report.finished.result.generate == expected
+
+
+async def test_one_that_is_stopped_before_it_goes_on_leaves_nothing_in_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, forgotten = tmp_path / "slow", []
+    forget = EngineProcess.forget_execution
+
+    def noted(process: EngineProcess, execution: str) -> EngineCall[None]:
+        forgotten.append(execution)
+        return forget(process, execution)
+
+    monkeypatch.setattr(EngineProcess, "forget_execution", noted)
+    async with cluster(tmp_path) as c:
+        await two_models(c, flag)
+        await parked(c, flag, "c1")
+        arm(flag)
+        running = await c.orders.send(run_call=call("m1", generate(), call_id="c2"))
+        await c.orders.report(lambda report: report.order_id == running and report.HasField("started"))
+        await c.orders.send(run_call=call("m1", generate(), call_id="c1"))
+        await c.orders.ok(abort=w.AbortOrder(call=attempt("c1")))
+        ended = await c.orders.report(lambda report: report.call == attempt("c1") and report.HasField("finished"))
+        assert reason(ended) == "CANCELLED"
+        assert forgotten == ["c1/1"]
+        await yielded(c, "c2")
 
 
 async def test_asked_again_it_says_how_the_call_stands(tmp_path: Path) -> None:

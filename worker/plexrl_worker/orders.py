@@ -220,8 +220,6 @@ class OrderDesk:
         assert work.attempt is not None
         work.stopped = reason
         work.execution.abort()
-        if work.attempt.parked:
-            self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
         if work.attempt.parked or not work.execution.begun:
             work.attempt.end(reason)
 
@@ -237,6 +235,9 @@ class OrderDesk:
         assert work.attempt is not None
         if work.execution is not None:
             work.execution.end()
+            if outcome.HasField("error") and _generates(work):
+                # It may have given way before, and not have come to go on.
+                self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
             work.sink(self._finished(work, outcome))
