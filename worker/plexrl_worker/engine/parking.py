@@ -8,11 +8,12 @@ either way. Private fields of vLLM's scheduler (pinned; `tests/e2e/test_engine_v
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from vllm.v1.engine.llm_engine import LLMEngine
+from typing import TYPE_CHECKING, Any
 
 from plexrl_worker.engine.port import FinishReason
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Sampled:
 class Parking:
     """The executions of one engine that gave way, by name."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: "LLMEngine") -> None:
         self._engine = engine
         self._scheduler: Any = engine.engine_core.engine_core.scheduler
         self._parked: dict[str, Sampled] = {}
@@ -48,7 +49,7 @@ class Parking:
         self._parked[name] = sampled
 
     def take(self, name: str, model: str, version: int) -> Sampled | None:
-        """Puts an execution's requests back, where it is parked and was begun on these weights."""
+        """Puts an execution's requests back, where it is parked and was begun on these weights; makes room for them."""
         sampled = self._parked.get(name)
         if sampled is None:
             return None
@@ -56,6 +57,9 @@ class Parking:
             self.forget(name)
             return None
         del self._parked[name]
+        requests = [*sampled.running, *sampled.waiting]
+        wanted = sum(self._blocks(request.num_prompt_tokens + request.max_tokens) for request in requests)
+        self._free(wanted - sum(self._blocks(request.num_computed_tokens) for request in sampled.running))
         self._scheduler.running.extend(sampled.running)
         for request in sampled.waiting:
             self._scheduler.waiting.add_request(request)
@@ -64,12 +68,7 @@ class Parking:
 
     def make_room(self, tokens: Sequence[int]) -> None:
         """Gives up parked KV where new requests, each of which may grow to so many tokens, would not fit beside it."""
-        if not any(sampled.running for sampled in self._parked.values()):
-            return
-        block_tokens = self._scheduler.block_size
-        wanted = sum(-(-count // block_tokens) for count in tokens)
-        if wanted > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
-            self.give_up_kv()
+        self._free(sum(map(self._blocks, tokens)))
 
     def give_up_kv(self) -> None:
         """Frees the blocks of all parked requests; what they have sampled stays, and KV is computed again later."""
@@ -80,6 +79,15 @@ class Parking:
                 sampled.waiting.insert(0, scheduler.waiting.pop_request())
                 scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             sampled.running = []
+
+    def _free(self, wanted: int) -> None:
+        """Gives up parked KV where so many more blocks may be needed and are not free."""
+        parked = any(sampled.running for sampled in self._parked.values())
+        if parked and wanted > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            self.give_up_kv()
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // int(self._scheduler.block_size))
 
     def forget(self, name: str) -> None:
         """Gives up what an execution has sampled; there may be nothing."""
