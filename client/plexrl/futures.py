@@ -69,6 +69,10 @@ class Waitable(Protocol[ResultT]):
         """Waits for it. Raises what it is, if that is an error, or TimeoutError."""
         ...
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for it; the error that it is, or None. Raises TimeoutError."""
+        ...
+
 
 class Outcome(Generic[OutcomeT]):
     """A Waitable that one thread sets and others wait for. One is made for every call, so it must cost little: what
@@ -152,29 +156,26 @@ class CallFuture(Generic[ResultT]):
 
     def result(self, timeout_s: float | None = None) -> ResultT:
         """Waits for the result. Raises the call's PlexRLError, or TimeoutError while the call goes on."""
+        self._wait(timeout_s)
+        return self._outcome.result()
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Waits for the end; the exception that `result` would raise, or None. Raises TimeoutError as `result` does."""
+        self._wait(timeout_s)
+        return self._outcome.exception()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Returns once the outcome is here, and says so. Raises TimeoutError."""
         try:
-            result = self._outcome.result(timeout_s)
+            self._outcome.exception(timeout_s)
         except TimeoutError:
+            # One that came at the last moment counts.
             if not self._outcome.done():
                 raise TimeoutError(
                     f"{self._handle.description} is {self.state} after {timeout_s} s; it goes on: wait again, "
                     "explain() it or cancel() it"
                 ) from None
-            raise
-        finally:
-            if self._outcome.done():
-                self._handle.delivered()
-        return result
-
-    def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Waits for the end; the exception that `result` would raise, or None."""
-        try:
-            self.result(timeout_s)
-        except Exception as error:
-            if not self._outcome.done():
-                raise
-            return error
-        return None
+        self._handle.delivered()
 
     def cancel(self) -> None:
         """Asks the cluster to end the call; `result` then raises CallCancelled, unless the call finished first."""

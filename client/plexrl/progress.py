@@ -28,7 +28,7 @@ def wait(future: CallFuture[ResultT], title: str, *, quiet_s: float = QUIET_S) -
         return future.result(quiet_s)
     except TimeoutError:
         if future.done():
-            raise
+            return future.result()
     return _wait_with_bar(future, title)
 
 
@@ -46,4 +46,4 @@ def _wait_with_bar(future: CallFuture[ResultT], title: str) -> ResultT:
                 return future.result(REFRESH_S)
             except TimeoutError:
                 if future.done():
-                    raise
+                    return future.result()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from plexrl import progress
-from plexrl.futures import CallFuture
+from plexrl.futures import CallFuture, Outcome
 from plexrl.v1 import types_pb2 as t
 
 
@@ -24,7 +24,7 @@ class Handle:
     description = "generate call-1"
     state = t.CALL_STATE_RUNNING
 
-    def __init__(self, outcome: "concurrent.futures.Future[int]") -> None:
+    def __init__(self, outcome: "concurrent.futures.Future[int] | Outcome[int]") -> None:
         self._outcome = outcome
         self._looks = 0
 
