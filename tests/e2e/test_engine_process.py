@@ -50,6 +50,27 @@ async def test_a_killed_child_fails_what_is_in_flight_and_what_comes_later() -> 
     assert not engine.busy
 
 
+async def test_a_child_whose_frames_cannot_be_read_is_ended_and_nobody_waits_for_ever() -> None:
+    engine = await start()
+    engine._received += b"\xff\xff\xff\xff"
+    with pytest.raises(EngineDied) as died:
+        await engine.state("model")
+    assert not isinstance(died.value, EngineHung)
+    await engine.wait_exit()
+
+
+async def test_a_listener_that_raises_costs_no_response() -> None:
+    engine = await start({"function": "generate", "fault": "slow", "delay_s": 0.3})
+    call = engine.generate("model", SPEC, 0)
+
+    def bad(done: int, total: int) -> None:
+        raise LookupError("a listener's own fault")
+
+    call.on_progress = bad
+    assert (await call).weights_version == 0
+    await engine.close()
+
+
 async def test_a_crash_in_the_middle_of_a_function_is_told() -> None:
     engine = await start({"function": "forward_backward", "fault": "crash"})
     tokens = wire.token_batch([[1, 2, 3]])

@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, frames, port
@@ -86,7 +88,8 @@ class EngineCall(Generic[T]):
     def _advance(self, progress: e.EngineProgress) -> None:
         self.done_units, self.total_units = progress.done, progress.total
         if self.on_progress is not None:
-            self.on_progress(progress.done, progress.total)
+            # On its own: what a listener raises must not keep others from hearing what has come with this.
+            asyncio.get_running_loop().call_soon(self.on_progress, progress.done, progress.total)
 
     def _finish(self, response: e.EngineResponse) -> None:
         if self.done():
@@ -424,14 +427,20 @@ class EngineProcess:
         self._last_frame_s = time.monotonic()
         self._received += data
         start = 0
-        while len(self._received) - start >= frames.HEADER.size:
-            body = start + frames.HEADER.size
-            end = body + frames.payload_bytes(self._received[start:body])
-            if len(self._received) < end:
-                break
-            response = e.EngineResponse.FromString(bytes(memoryview(self._received)[body:end]))
-            start = end
-            self._hear(response)
+        try:
+            while len(self._received) - start >= frames.HEADER.size:
+                body = start + frames.HEADER.size
+                end = body + frames.payload_bytes(self._received[start:body])
+                if len(self._received) < end:
+                    break
+                response = e.EngineResponse.FromString(bytes(memoryview(self._received)[body:end]))
+                start = end
+                self._hear(response)
+        except (ValueError, DecodeError):
+            # No frame: nothing that follows can be read, and whoever waits must not wait for ever.
+            self._loop.remove_reader(self._sock)
+            self._signal_kill()
+            raise
         del self._received[:start]
 
     def _hear(self, response: e.EngineResponse) -> None:
