@@ -255,6 +255,16 @@ def test_a_long_call_yields_at_the_end_of_its_chunk_to_a_shorter_one_only() -> N
     assert isinstance(decide(yielding(running, other(1000.0)), starving), Yield)
 
 
+def test_a_call_does_not_yield_within_a_slice_that_would_give_it_the_group_back() -> None:
+    running = job("a", on_device=True, in_flight=1, in_flight_left_s=100.0)
+    waits = job("b", NOW - 50)
+    kept = next_slice(yielding(running, waits), NOW, Policy(quantum_s=80.0))
+    assert isinstance(kept.action, Wait)
+    assert kept.again_at == pytest.approx(NOW + 19)
+    starving = Policy(quantum_s=80.0, starvation_bound_s=40.0)
+    assert isinstance(decide(yielding(running, waits), starving), Yield)
+
+
 def test_a_tenant_over_its_quota_comes_last_and_does_not_starve() -> None:
     over = job("a", 4.0, over_quota=True)
     within = job("b", 50.0, attained_s=1e6)

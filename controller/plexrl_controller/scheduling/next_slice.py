@@ -4,6 +4,7 @@ Order of the rules: calls in flight finish their chunk; jobs that starve are ser
 within its quantum; the group is kept for a job whose stall is likely shorter than one move; then the order.
 """
 
+import math
 from collections.abc import Sequence
 
 from plexrl_controller.scheduling.plan import Action, Hold, Plan, Serve, Wait, Yield
@@ -135,9 +136,12 @@ def _running(
         again_at = view.chunk_start + policy.chunk_s
         if now >= again_at:
             chosen = _choose(waiting, starving, serving, now, policy)
-            if chosen is not serving and (starving or _comes_first(chosen, serving)):
+            # Within its slice it would be served again at once: parking its calls would gain nothing.
+            over = bool(starving) or not _keeps(view, serving, now, policy)
+            if over and chosen is not serving and (starving or _comes_first(chosen, serving)):
                 return Yield(serving.job_id, chosen.job_id), None
-            again_at = now + policy.chunk_s
+            slice_end = view.slice_start + slice_s(serving, policy)
+            again_at = min(now + policy.chunk_s, slice_end if slice_end > now else math.inf)
     if serving is None or not _has_ready(serving):
         return Wait("calls in flight"), again_at
     if starving or (waiting and not _keeps(view, serving, now, policy)):
