@@ -70,7 +70,7 @@ def run(size: Size, runner: Runner) -> dict[str, Any]:
         "T2": groups.table_2(size.reps, iterations, runner),
         "T2b": groups.table_2b(size.reps, iterations, runner),
         "T3": ablation.table_3(size.ablation, 2 * size.reps, runner),
-        "T3b": ablation.table_3b(size.reps, iterations, runner),
+        "T3b": ablation.table_3b(4 * size.reps, iterations, runner),
         "T4": groups.table_4(size.reps, iterations, runner),
         "T5": traces.table_5(list(size.scales), 1, runner),
         "T5b": traces.table_5b(size.reps, runner),
