@@ -1,17 +1,20 @@
 """An uploaded file stays while somebody needs it, and no longer."""
 
+from collections.abc import AsyncIterator
 from hashlib import sha256
 
 import pytest
 
-from plexrl.v1 import model_pb2, types_pb2
+from plexrl.v1 import model_pb2, payload_pb2, types_pb2
+from plexrl_controller.api.payloads import PayloadService
 from plexrl_controller.dispatch import models, reaper
 from plexrl_controller.dispatch.uploads import UPLOAD_HOLD_S
-from plexrl_controller.domain.errors import FailedPrecondition
+from plexrl_controller.domain.errors import FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.records import Job, Model
+from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.store.memory import MemoryStore
-from tests.support.leader import TENANT, Leader, running_leader
+from tests.support.leader import TENANT, Leader, act_as, running_leader
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 
@@ -52,6 +55,28 @@ async def test_an_upload_that_nobody_uses_is_kept_for_its_hour() -> None:
         await pass_time(leader, UPLOAD_HOLD_S - 10)
         assert leader.core.payloads.stored_bytes(TENANT) == 9
         await pass_time(leader, 11)
+        assert leader.core.payloads.stored_bytes(TENANT) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "came", "says"),
+    [
+        (b"weights", b"weightz", "want sha256"),
+        (b"weights", b"weigh", "5 bytes came, want size_bytes = 7"),
+        (b"weights", b"weights and more", "more bytes came"),
+    ],
+)
+async def test_bytes_that_are_not_what_was_said_are_refused_and_not_kept(said: bytes, came: bytes, says: str) -> None:
+    async def requests() -> AsyncIterator[payload_pb2.PutPayloadRequest]:
+        yield payload_pb2.PutPayloadRequest(size_bytes=len(said), sha256=sha256(said).hexdigest())
+        for start in range(0, len(came), 3):
+            yield payload_pb2.PutPayloadRequest(data=came[start : start + 3])
+
+    async with running_leader() as leader:
+        await leader.join()
+        act_as(Role.TENANT, TENANT)
+        with pytest.raises(InvalidArgument, match=says):
+            await PayloadService(leader.core).PutPayload(requests(), None)
         assert leader.core.payloads.stored_bytes(TENANT) == 0
 
 

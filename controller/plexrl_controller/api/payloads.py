@@ -1,6 +1,5 @@
 """PayloadService: uploads and downloads in chunks."""
 
-import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -31,22 +30,21 @@ class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
             raise ResourceExhausted(f"size_bytes: {first.size_bytes}, the limit is {MAX_PAYLOAD_BYTES}")
 
         async def chunks() -> AsyncIterator[bytes]:
-            sha256, size_bytes = hashlib.sha256(first.data), len(first.data)
+            size_bytes = len(first.data)
             yield first.data
             async for request in request_iterator:
-                sha256.update(request.data)
                 size_bytes += len(request.data)
                 if size_bytes > first.size_bytes:
                     raise InvalidArgument(f"more bytes came than size_bytes = {first.size_bytes}")
                 yield request.data
-            if size_bytes != first.size_bytes or sha256.hexdigest() != first.sha256:
-                raise InvalidArgument(
-                    f"{size_bytes} bytes with hash {sha256.hexdigest()} came, "
-                    f"want {first.size_bytes} with {first.sha256}"
-                )
+            if size_bytes != first.size_bytes:
+                raise InvalidArgument(f"{size_bytes} bytes came, want size_bytes = {first.size_bytes}")
 
         tenant = identity().own_tenant
         payload = await self._core.payloads.put(tenant, chunks())
+        if payload.sha256 != first.sha256:
+            await self._core.payloads.release(tenant, payload)
+            raise InvalidArgument(f"bytes with hash {payload.sha256} came, want sha256 = {first.sha256}")
         await self._core.uploads.uploaded(tenant, payload, self._core.clock.now())
         return payload_pb2.PutPayloadResponse(payload_id=payload.sha256)
 

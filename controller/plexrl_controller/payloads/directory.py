@@ -52,13 +52,21 @@ class DirectoryPayloadStore(HeldPayloads):
         try:
             digest = sha256()
             file = await _in_thread(_create, partial)
+            # A chunk is hashed and written while the next one comes in.
+            writing: asyncio.Task[None] | None = None
             try:
                 async for chunk in chunks_of(content):
                     self._ledger.reserve(owner, len(chunk), reserved_bytes + len(chunk))
                     reserved_bytes += len(chunk)
-                    await _in_thread(_write, file, chunk, digest)
+                    if writing is not None:
+                        await writing
+                    writing = _begin(_write, file, chunk, digest)
+                if writing is not None:
+                    await writing
                 await _in_thread(_sync, file)
             finally:
+                if writing is not None:
+                    await asyncio.wait([writing])
                 file.close()
             payload = Payload(digest.hexdigest(), reserved_bytes)
             path = self._path((owner, payload.sha256))
@@ -79,10 +87,14 @@ class DirectoryPayloadStore(HeldPayloads):
 
     async def _pieces(self, key: Key, digest: Any) -> AsyncIterator[bytes]:
         file = await _in_thread(_open, self._path(key))
+        # A chunk is read and hashed while the one before it goes out.
+        reading = _begin(_read, file, digest)
         try:
-            while chunk := await _in_thread(_read, file, digest):
+            while chunk := await reading:
+                reading = _begin(_read, file, digest)
                 yield chunk
         finally:
+            await asyncio.wait([reading])
             file.close()
 
     def _path(self, key: Key) -> Path:
@@ -167,6 +179,13 @@ async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         raise
     except OSError as error:
         raise _translate(error) from error
+
+
+def _begin(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
+    """Begins file I/O that somebody waits for later; its error is nobody's when something else failed first."""
+    work = asyncio.ensure_future(_in_thread(function, *args, **kwargs))
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return work
 
 
 def _translate(error: OSError) -> ControllerError:
