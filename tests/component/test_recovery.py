@@ -82,6 +82,24 @@ async def test_a_worker_that_dies_is_given_its_models_calls_again_and_nobody_hea
         assert state(leader, model) == (1, 2, 3, 4, 5, 6, 7, 9, 10)
 
 
+@pytest.mark.parametrize("function", ["forward_backward", "optim_step", "sync_weights"])
+async def test_a_state_given_up_in_a_replay_can_be_loaded_over_on_the_same_worker(function: str) -> None:
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        last = await trained(leader, model, 1, 6)
+        leader.worker.die()
+        await leader.join()
+        leader.worker.fail_next[function] = (code_pb2.FAILED_PRECONDITION, "NON_FINITE")
+        await leader.work()
+        assert present(leader, model).state is ModelState.STATE_LOST
+        load = await leader.submit(model, specs.load(), last + 1)
+        await leader.work()
+        assert leader.core.ledger.calls[load.call_id].state is CallState.SUCCEEDED
+        await trained(leader, model, last + 2, 2)
+        assert present(leader, model).state is ModelState.PLACED
+
+
 async def test_replay_begins_at_the_newest_snapshot() -> None:
     async with running_leader() as leader:
         await leader.join()

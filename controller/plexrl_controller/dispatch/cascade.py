@@ -148,8 +148,9 @@ def _begin_anew(batch: Batch, model: Model) -> None:
 def give_up_state(batch: Batch, model: Model, cause: str) -> None:
     """Nothing brings the state back: says what is left, and gives up what was kept to rebuild it."""
     ledger = batch.ledger
-    ledger.recoveries.pop(model.model_id, None)
-    ledger.host_images.pop(model.model_id, None)
+    # What its worker was told to build is void: a load_checkpoint that comes has it build anew.
+    for volatile in (ledger.deploying, ledger.recoveries, ledger.host_images):
+        volatile.pop(model.model_id, None)
     left = "; ".join(f"{name}: {ids}" for name, ids in what_is_left(ledger, model).items())
     lost = batch.transition(
         model,
