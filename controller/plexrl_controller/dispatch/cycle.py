@@ -106,7 +106,13 @@ class GroupCycle:
                 order = (
                     restore_order(core, model, worker) if recovering else core.orders.deploy(model, worker.incarnation)
                 )
-                core.transport.send(self._worker_id, [order])
+                self._send_once_durable(order)
+
+    def _send_once_durable(self, order: worker_pb2.Order) -> None:
+        """Behind all that was decided so far: a next leader that does not know what a model was built from would run
+        calls on it that the state has in it already.
+        """
+        self._core.queue(self._core.batch(), lambda error: self._send([order]) if error is None else None)
 
     def _replay(self, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         """Gives calls of a recovering model to be executed again. Their records do not change."""
