@@ -95,7 +95,7 @@ async def test_a_state_given_up_in_a_replay_can_be_loaded_over_on_the_same_worke
         assert present(leader, model).state is ModelState.STATE_LOST
         load = await leader.submit(model, specs.load(), last + 1)
         await leader.work()
-        assert leader.core.ledger.calls[load.call_id].state is CallState.SUCCEEDED
+        assert leader.core.ledger.calls[load.call_id].state is CallState.SUCCEEDED  # type: ignore[index]
         await trained(leader, model, last + 2, 2)
         assert present(leader, model).state is ModelState.PLACED
 
