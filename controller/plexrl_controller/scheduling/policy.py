@@ -22,8 +22,8 @@ class HoldRule(Enum):
     SKI_RENTAL = "ski_rental"
     """Release at every turn: kept about as long as one move would take, less when the job is known to stay away for
     longer, more when it is known to come back sooner. At worst twice the optimum without predictions (Karlin et al.
-    1988, "Competitive snoopy caching"), 1 + 1/trust with wrong ones (Purohit et al. 2018, "Improving online algorithms
-    via ML predictions")."""
+    1988, "Competitive snoopy caching"), and bounded per call with wrong ones (docs/waiting.md; the trade-off is that of
+    Purohit et al. 2018, "Improving online algorithms via ML predictions")."""
     PHASE = "phase"
     """Until the phase (rollout or training) is over: tool calls within it keep the group idle."""
     ITERATION = "iteration"

@@ -105,9 +105,10 @@ class Child:
         # Bounded by the daemon, which has so many calls in flight at most.
         self._requests: _Requests = queue.SimpleQueue()
         self._moves: _Requests = queue.SimpleQueue()
+        # Requests that came and are not answered; what is asked of others comes too late and is not kept.
+        self._open: set[int] = set()
         self._aborted: set[int] = set()
         self._yielding: set[int] = set()
-        self._newest_id = 0
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._unsent = bytearray()
@@ -126,10 +127,9 @@ class Child:
             response = self._answer(request, descriptor)
             response.request_id = request.request_id
             response.start_unix_ns, response.end_unix_ns = start_unix_ns, time.time_ns()
-            if self._aborted or self._yielding:
-                with self._lock:
-                    self._aborted.discard(request.request_id)
-                    self._yielding.discard(request.request_id)
+            with self._lock:
+                for ids in (self._open, self._aborted, self._yielding):
+                    ids.discard(request.request_id)
             self.send(response, more_follows=not requests.empty())
 
     def send(self, response: e.EngineResponse, *, more_follows: bool = False) -> None:
@@ -175,17 +175,21 @@ class Child:
                 function = request.WhichOneof("function")
                 descriptor = reader.descriptors.popleft() if function == "attach_host" else None
                 if function == "abort_request_id":
-                    with self._lock:
-                        self._aborted.add(request.abort_request_id)
+                    self._ask(self._aborted, request.abort_request_id)
                 elif function == "yield_request_id":
-                    with self._lock:
-                        self._yielding.add(request.yield_request_id)
-                elif function in BESIDE:
-                    self._moves.put((request, descriptor))
+                    self._ask(self._yielding, request.yield_request_id)
                 else:
-                    self._requests.put((request, descriptor))
+                    with self._lock:
+                        self._open.add(request.request_id)
+                    lane = self._moves if function in BESIDE else self._requests
+                    lane.put((request, descriptor))
         except (frames.Closed, OSError):
             os._exit(0)
+
+    def _ask(self, asked: set[int], request_id: int) -> None:
+        with self._lock:
+            if request_id in self._open:
+                asked.add(request_id)
 
     def _answer(self, request: e.EngineRequest, descriptor: int | None) -> e.EngineResponse:
         function = request.WhichOneof("function")
