@@ -31,7 +31,7 @@ DAY_S = 86_400.0
 
 
 async def with_history(store: Store, *, ended: bool) -> None:
-    """A job of day 0 with a model, a terminal call, an interval of a second, an event and a request key."""
+    """A job of day 0 with a model, a terminal call, an interval of a second, an event and request keys."""
     term = await store.acquire_term("leader")
     end: dict[str, Any] = {"state": JobState.FINISHED, "end_time": T0 + 5} if ended else {}
     model_state = ModelState.DELETED if ended else ModelState.PLACED
@@ -45,7 +45,10 @@ async def with_history(store: Store, *, ended: bool) -> None:
             ),
             events=(make_event("call-1"),),
             intervals=(make_interval(T0),),
-            requests=(replace(make_request(), resource_id="job-1", create_time=T0),),
+            requests=tuple(
+                replace(make_request(number), resource_id=resource_id, create_time=T0)
+                for number, resource_id in enumerate(("job-1", "model-1", "model-1@7"), 1)
+            ),
         ),
     )
 
@@ -53,7 +56,7 @@ async def with_history(store: Store, *, ended: bool) -> None:
 async def test_what_ended_long_ago_goes(store: Store) -> None:
     await with_history(store, ended=True)
     assert await store.prune(T0 - 1) == 0
-    assert await store.prune(T0 + DAY_S) == 6
+    assert await store.prune(T0 + DAY_S) == 8
     assert await store.get_job(JobId("job-1")) is None
     assert await store.get_model(ModelId("model-1")) is None
     assert (await store.list_calls(None, None, Page())).items == ()
@@ -93,7 +96,7 @@ async def test_more_than_a_batch_goes_too(store: Store, many: int) -> None:
     await with_history(store, ended=True)
     term = await store.acquire_term("next")
     await store.commit(term, Changes(events=tuple(make_event(f"call-{number}") for number in range(many))))
-    assert await store.prune(T0 + DAY_S) == 6 + many
+    assert await store.prune(T0 + DAY_S) == 8 + many
 
 
 async def rows(store: Store, url: str | None) -> int:

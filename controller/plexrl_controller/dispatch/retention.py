@@ -23,8 +23,8 @@ async def prune(core: Core, history_s: float) -> None:
         key
         for key, request in ledger.requests.items()
         if request.create_time < before
-        and JobId(request.resource_id) not in ledger.jobs
-        and ModelId(request.resource_id) not in ledger.models
+        and JobId(request.holder_id) not in ledger.jobs
+        and ModelId(request.holder_id) not in ledger.models
     ]
     for key in old:
         del ledger.requests[key]

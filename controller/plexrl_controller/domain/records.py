@@ -242,7 +242,13 @@ class Request:
     request_id: RequestId
     request_hash: str
     resource_id: str
+    """Of a job or a model; what it was answered may follow, after an "@"."""
     create_time: float
+
+    @property
+    def holder_id(self) -> str:
+        """The job or model that the key lives as long as."""
+        return self.resource_id.partition("@")[0]
 
 
 Record = Job | Model | Call | Worker | Checkpoint | Snapshot | Token

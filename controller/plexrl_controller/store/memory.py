@@ -189,7 +189,7 @@ class MemoryStore:
         self._requests = {
             key: request
             for key, request in self._requests.items()
-            if request.create_time >= before or self._is_live(request.resource_id)
+            if request.create_time >= before or self._is_live(request.holder_id)
         }
         return held - self._rows()
 

@@ -103,7 +103,9 @@ WITH gone AS (
         SELECT scope, request_id FROM requests
         WHERE create_time < :before
           AND NOT EXISTS (SELECT FROM jobs WHERE jobs.job_id = requests.resource_id AND jobs.live)
-          AND NOT EXISTS (SELECT FROM models WHERE models.model_id = requests.resource_id AND models.live)
+          AND NOT EXISTS (
+              SELECT FROM models WHERE models.model_id = split_part(requests.resource_id, '@', 1) AND models.live
+          )
         ORDER BY create_time LIMIT :rows
     )
     RETURNING 1
