@@ -14,6 +14,7 @@ import plexrl
 from benchmarks.bridge.hints import Say
 from benchmarks.bridge.trace import READY_S, JobTrace, Stretch, Trace, idle_stretches
 from benchmarks.bridge.workload import Lives
+from plexrl.at_once import at_once
 from plexrl.cli import timeline
 from plexrl.v1 import types_pb2 as t
 from plexrl.waiting.bridge import IdleBridge, Rollout
@@ -77,23 +78,12 @@ def run(local: LocalCluster, lives: list[Lives], rounds: int, thinking: Thinking
     """All jobs at once, `rounds` rounds each. `say`: what a job says of its sleeps, by its number."""
     runs = [_JobRun(own.copy()) for own in lives]
     start = threading.Barrier(len(runs))
-    failures: list[BaseException] = []
 
     def body(number: int) -> None:
-        try:
-            with plexrl.connect(local.endpoint, token=local.token) as cluster:
-                _job(cluster, number, runs[number], rounds, thinking, say(number), start)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
-            start.abort()
+        with plexrl.connect(local.endpoint, token=local.token) as cluster:
+            _job(cluster, number, runs[number], rounds, thinking, say(number), start)
 
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    at_once(body, range(len(runs)), barrier=start)
     with plexrl.connect(local.endpoint, token=local.token) as cluster:
         intervals = timeline.read_intervals(cluster.connection)
     return Outcome(_trace(runs, intervals), {own.lives.job.name: own.digest.hexdigest() for own in runs})
@@ -136,7 +126,6 @@ def _round(
     thoughts: list[list[plexrl.Completions]] = [[] for _ in range(count)]
     prompts: list[list[list[int]]] = [[] for _ in range(count)]
     costs = [0.0] * count
-    failures: list[BaseException] = []
 
     def live(index: int, rollout: Rollout) -> None:
         began_s = time.time()
@@ -149,8 +138,6 @@ def _round(
                 thoughts[index].append(_think(policy, thinking, *parts))
 
             costs[index] = sum(score.cost for score in own.lives.episode(index, watched, think))
-        except BaseException as error:  # noqa: BLE001 - raised below, in the job's thread
-            failures.append(error)
         finally:
             own.alive.append((began_s, time.time()))
 
@@ -158,13 +145,7 @@ def _round(
         with bridge.rollout() as rollout:
             live(index, rollout)
 
-    threads = [threading.Thread(target=in_thread, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    at_once(in_thread, range(count))
     losses = []
     mean = sum(costs) / count
     for index in range(count):

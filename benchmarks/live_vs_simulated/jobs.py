@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import plexrl
+from plexrl.at_once import at_once
 from plexrl.demo.runs import Endpoint, load_example
 
 # Engines start slowly on a busy machine.
@@ -58,7 +59,6 @@ def run_together(endpoint: Endpoint, run_s: float, imitation: bool, tell: Callab
     imitation: first take a few steps on right answers, as the demo does.
     """
     run = Run({}, {shape.name: 0 for shape in SHAPES}, 0.0, 0.0)
-    failures: list[BaseException] = []
 
     def all_warm() -> None:
         run.start_s = time.time()
@@ -67,33 +67,23 @@ def run_together(endpoint: Endpoint, run_s: float, imitation: bool, tell: Callab
     barrier = threading.Barrier(len(SHAPES), action=all_warm)
 
     def body(shape: Shape) -> None:
-        try:
-            task = load_example(shape.task).TASK
-            with endpoint.connect() as cluster, cluster.job(shape.name) as job:
-                run.job_ids[job.job_id] = shape.name
-                # One architecture, so that all of them share one engine.
-                policy = job.model("policy", base=plexrl.Init(load_example(SHAPES[0].task).TASK.config, seed=0))
-                policy.wait_until_placed(PLACEMENT_TIMEOUT_S)
-                if imitation:
-                    grpo = load_example("grpo")
-                    grpo.imitate(policy, task, grpo.Settings(imitation_goal=0.0))
-                    tell(f"{shape.name}: warm")
-                policy.sync_weights()
-                barrier.wait(BARRIER_TIMEOUT_S)
-                while time.time() < run.end_s:
-                    run.steps[shape.name] += 1
-                    step(job, policy, task, shape, run.steps[shape.name])
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
-            barrier.abort()
+        task = load_example(shape.task).TASK
+        with endpoint.connect() as cluster, cluster.job(shape.name) as job:
+            run.job_ids[job.job_id] = shape.name
+            # One architecture, so that all of them share one engine.
+            policy = job.model("policy", base=plexrl.Init(load_example(SHAPES[0].task).TASK.config, seed=0))
+            policy.wait_until_placed(PLACEMENT_TIMEOUT_S)
+            if imitation:
+                grpo = load_example("grpo")
+                grpo.imitate(policy, task, grpo.Settings(imitation_goal=0.0))
+                tell(f"{shape.name}: warm")
+            policy.sync_weights()
+            barrier.wait(BARRIER_TIMEOUT_S)
+            while time.time() < run.end_s:
+                run.steps[shape.name] += 1
+                step(job, policy, task, shape, run.steps[shape.name])
 
-    threads = [threading.Thread(target=body, args=(shape,), name=shape.name) for shape in SHAPES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    at_once(body, SHAPES, barrier=barrier)
     return run
 
 

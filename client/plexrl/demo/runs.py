@@ -16,6 +16,7 @@ from typing import Any
 
 import plexrl
 from plexrl import errors
+from plexrl.at_once import at_once
 from plexrl.cli import timeline
 from plexrl.v1 import types_pb2 as t
 
@@ -163,27 +164,17 @@ def _together(
     """Each job in a thread with a connection of its own; the first failure is raised once all have ended."""
     grpo = load_example("grpo")
     runs = {name: JobRun(name) for name in names}
-    failures: list[BaseException] = []
     job_ids: dict[str, str] = {}
 
     def body(name: str) -> None:
-        try:
-            task = load_example(name).TASK
-            with endpoint.connect() as cluster, cluster.job(f"{label}-{name}") as job:
-                job_ids[job.job_id] = name
-                policy = job.model("policy", base=plexrl.Init(task.config, seed=seed))
-                policy.wait_until_placed()
-                work(runs[name], job, policy, task, grpo)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
+        task = load_example(name).TASK
+        with endpoint.connect() as cluster, cluster.job(f"{label}-{name}") as job:
+            job_ids[job.job_id] = name
+            policy = job.model("policy", base=plexrl.Init(task.config, seed=seed))
+            policy.wait_until_placed()
+            work(runs[name], job, policy, task, grpo)
 
-    threads = [threading.Thread(target=body, args=(name,), name=f"{label}-{name}") for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    at_once(body, names)
     with endpoint.connect() as cluster:
         intervals = [i for i in timeline.read_intervals(cluster.connection) if i.job_id in job_ids]
         _, workers = timeline.read_names(cluster.connection)

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import plexrl
+from plexrl.at_once import at_once
 from plexrl.cli import timeline
 from plexrl.demo.runs import EXAMPLES, load_example
 
@@ -91,23 +91,7 @@ def catalogue_of(out: Path, example: Any, console: Console) -> Path:
 
 
 def _both(endpoint: str, token: str, example: Any, console: Console, steps: int | None) -> list[Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    failures: list[BaseException] = []
-
-    def body(task: Any) -> None:
-        try:
-            outcomes[task.name] = _one(endpoint, token, example, task, console, steps)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(task,), name=task.name) for task in example.TASKS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [outcomes[task.name] for task in example.TASKS]
+    return at_once(lambda task: _one(endpoint, token, example, task, console, steps), example.TASKS)
 
 
 def _one(endpoint: str, token: str, example: Any, task: Any, console: Console, steps: int | None) -> Outcome:

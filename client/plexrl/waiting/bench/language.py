@@ -6,7 +6,6 @@ The model is small: it is guided (see `LanguageModel`) and only its numbers are 
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import plexrl
+from plexrl.at_once import at_once
 from plexrl.demo.runs import load_example
 from plexrl.demo.smollm2 import DEVICE_STATE_BYTES, HOST_STATE_BYTES, KV_CACHE_BYTES, catalogue_of
 from plexrl.waiting.agents.chat import ThroughPlexRL
@@ -95,28 +95,20 @@ def live_together(model: plexrl.Model, sandbox: Sandbox, seeds: int, episodes: i
     lives = [(block, seed) for block in BLOCKS for seed in range(seeds)]
     chat = ThroughPlexRL(model, max_tokens=MAX_TOKENS, together=len(lives))
     rows: list[Row] = []
-    failures: list[BaseException] = []
 
-    def live(block: HistoryBlock, seed: int) -> None:
+    def live(life: tuple[HistoryBlock, int]) -> None:
+        block, seed = life
         try:
             agent = LanguageModel(chat, block=block, guided=True, name="smollm2")
-            life = Run(one_operation(), agent, sandbox, seed, exact_history=block is HistoryBlock.EXACT)
+            run = Run(one_operation(), agent, sandbox, seed, exact_history=block is HistoryBlock.EXACT)
             for episode in range(episodes):
-                rows.append(row(str(block), LAW, seed, episode, life.run_episode()))
+                rows.append(row(str(block), LAW, seed, episode, run.run_episode()))
                 if block is HistoryBlock.FULL and seed == 0:
                     console.print(f"episode {episode}: cost {rows[-1].cost:.0f}, floor {rows[-1].floor_cost:.0f}")
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
         finally:
             chat.leave()
 
-    threads = [threading.Thread(target=live, args=life) for life in lives]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    at_once(live, lives)
     return sorted(rows, key=lambda r: (r.agent, r.seed, r.episode or 0))
 
 
