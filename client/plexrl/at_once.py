@@ -4,8 +4,8 @@ Knows threads and nothing of jobs.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError
+from concurrent.futures import Future, wait
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,21 +15,27 @@ R = TypeVar("R")
 def at_once(work: Callable[[T], R], items: Sequence[T], *, barrier: Barrier | None = None) -> list[R]:
     """Results in the order of the items. What one raises is raised here, once all have ended.
 
+    An interrupt ends the wait at once, and the threads with the process: what they ask a cluster for may take long.
+
     barrier: where they wait for each other; it is broken when one of them fails, so that nobody waits for ever.
     """
 
-    def body(item: T) -> R:
+    def body(item: T, outcome: "Future[R]") -> None:
         try:
-            return work(item)
-        except BaseException:
+            result = work(item)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
             if barrier is not None:
                 barrier.abort()
-            raise
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
 
-    with ThreadPoolExecutor(max(1, len(items))) as threads:
-        ended = [threads.submit(body, item) for item in items]
-    failures = [error for future in ended if (error := future.exception()) is not None]
+    outcomes: list[Future[R]] = [Future() for _ in items]
+    for item, outcome in zip(items, outcomes, strict=True):
+        Thread(target=body, args=(item, outcome), daemon=True).start()
+    wait(outcomes)
+    failures = [error for outcome in outcomes if (error := outcome.exception()) is not None]
     if failures:
         # That the barrier broke follows from another's failure.
         raise next((error for error in failures if not isinstance(error, BrokenBarrierError)), failures[0])
-    return [future.result() for future in ended]
+    return [outcome.result() for outcome in outcomes]
