@@ -20,7 +20,7 @@ HOLD_STEPS = 6
 # stalls are set from a few steps measured first, to keep the device busy for this share of a job's time.
 PROBE_STEPS = 3
 PROBE_STALL_S = 0.05
-BUSY_SHARE = 0.36
+BUSY_SHARE = 0.33
 # A model of 300k parameters has 6.0 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
 DEVICE_STATE_BYTES = 7_500_000
 KV_CACHE_BYTES = "64M"
