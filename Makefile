@@ -138,6 +138,10 @@ bench-swap: $(INSTALLED) ## time swaps: host tier beside memcpy, first token wit
 bench-waiting-bridge: $(INSTALLED) ## agents' sleeps as idle hints: on, off and wrong, live and simulated (45 minutes; ENGINE_OF=vllm: the real engine)
 	@$(BIN)/python -m benchmarks.bridge --engine $(or $(ENGINE_OF),fake) --out out/bench-waiting-bridge
 
+.PHONY: bench-waiting-learned
+bench-waiting-learned: $(INSTALLED) ## learning to wait, three seeds one after the other: each within 15 % of the floor in 10 minutes
+	@$(BIN)/plexrl waiting learn --alone --out out/bench-waiting-learned
+
 .PHONY: soak
 soak: $(INSTALLED) ## memory of a worker's processes over 30 minutes, 200 swaps and 2,000 calls at least
 	@$(BIN)/python -m benchmarks.soak --out out/soak

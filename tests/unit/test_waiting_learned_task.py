@@ -71,3 +71,12 @@ def test_cost_averages_to_the_expectation() -> None:
     durations_s = problems.durations_s(np.random.default_rng(5), 40_000)[0]
     found = waiting.cost(problems.tasks[0], completion, durations_s) / waiting.floor_cost(problems.tasks[0])
     assert found == pytest.approx(waiting.expected_ratio(problems, [completion]), rel=0.03)
+
+
+def test_a_prompt_tells_the_intervals_and_no_more() -> None:
+    """Of the same seen intervals it is the same, whatever happened within them; a longer wait shows."""
+    problems = waiting.draw_problems(np.random.default_rng(0), 5)
+    shown = waiting.Problems(problems.tasks, problems.after_s * 0.0, problems.by_s[:, ::-1]).prompts()
+    assert shown == problems.prompts()
+    longer = waiting.Problems(problems.tasks, problems.after_s, problems.by_s * waiting.HISTORY_GROWTH).prompts()
+    assert all(new != old for new, old in zip(longer, shown, strict=True))

@@ -81,7 +81,11 @@ def _add_learn(commands: options.Subparsers) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("out/waiting-learned"), metavar="DIR", help="default: out/waiting-learned"
     )
-    parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
+    parser.add_argument("--seeds", type=_positive, default=3, help="how many; default: 3")
+    parser.add_argument("--first-seed", type=_natural, default=0, metavar="SEED", help="default: 0")
+    parser.add_argument(
+        "--alone", action="store_true", help="one after the other, each on a cluster of its own, not all at once"
+    )
     parser.set_defaults(run=_learn)
 
 
@@ -178,7 +182,8 @@ def _chat_agent(args: argparse.Namespace) -> Any:
 
 
 def _learn(args: argparse.Namespace) -> int:
-    return int(_module("plexrl.waiting.learned.demo").run(args.out, args.seeds))
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    return int(_module("plexrl.waiting.learned.demo").run(args.out, seeds, alone=args.alone))
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -225,6 +230,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"want 1 or more, not {text}")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"want 0 or more, not {text}")
     return number
 
 

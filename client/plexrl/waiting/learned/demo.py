@@ -1,4 +1,7 @@
-"""`plexrl waiting learn`: one job per seed, all at once on a cluster of one worker; their curves, and the clock."""
+"""`plexrl waiting learn`: one job per seed on a cluster of one worker; their curves, and the clock.
+
+All at once they share the worker. Alone, one after the other and each on a cluster of its own, shows what one takes.
+"""
 
 import json
 import resource
@@ -22,6 +25,7 @@ from plexrl.waiting.learned.job import CONFIG, Point, Settings, evaluate, imitat
 from plexrl.waiting.sandbox import Sandbox
 
 GOAL = 1.15
+LIMIT_S = 600.0
 THREADS = 2
 KV_CACHE_BYTES = "64M"
 _WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -35,6 +39,7 @@ class Learned:
     points: list[Point] = field(default_factory=list)
     clock: float = 0.0
     seconds: float = 0.0
+    """From before the cluster's start to the last evaluation."""
 
     @property
     def reached(self) -> bool:
@@ -42,35 +47,31 @@ class Learned:
         return self.points[-1].greedy <= GOAL
 
 
-def run(out: Path, seeds: int, settings: Settings | None = None, console: Console | None = None) -> int:
-    """Writes report.json and learned.png to `out`; 0 when every seed reached the goal."""
-    from plexrl_controller.embedded.cluster import LocalCluster
-    from plexrl_controller.embedded.settings import ClusterSettings
-
+def run(
+    out: Path,
+    seeds: Sequence[int],
+    settings: Settings | None = None,
+    *,
+    alone: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Writes report.json and learned.png to `out`; 0 when every seed reached the goal, and if alone, in time."""
     console = console or Console()
     settings = settings or Settings()
     out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "cluster", ignore_errors=True)
-    cluster_settings = ClusterSettings(
-        data_dir=out / "cluster", workers=1, kv_cache_bytes=KV_CACHE_BYTES, threads=THREADS
-    )
     start = time.monotonic()
     before_s = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, _WHOSE))
-    with LocalCluster(cluster_settings) as local, Sandbox() as sandbox, ThreadPoolExecutor(seeds) as threads:
-
-        def learn(seed: int) -> Learned:
-            # Each job has its own connection, like jobs of different people.
-            with plexrl.connect(local.endpoint, token=local.token) as cluster:
-                return _learn(cluster, replace(settings, seed=seed), sandbox, console)
-
-        found = list(threads.map(learn, range(seeds)))
+    found: list[Learned] = []
+    for group in [[seed] for seed in seeds] if alone else [seeds]:
+        found += _share(out / "cluster", group, settings, console)
     seconds = time.monotonic() - start
-    # Of this process and, now that they have ended, of all parts of the cluster.
+    # Of this process and, now that they have ended, of all parts of the clusters.
     processor_s = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, _WHOSE)) - before_s
     report = {
         "goal": GOAL,
         "tasks": {"trained_on": len(waiting.TRAINED_ON), "held_out": len(waiting.HELD_OUT)},
         "settings": asdict(settings),
+        "alone": alone,
         "seconds": seconds,
         "processor_s": processor_s,
         "seeds": [asdict(one) for one in found],
@@ -82,11 +83,30 @@ def run(out: Path, seeds: int, settings: Settings | None = None, console: Consol
         f"{seconds:.0f} s in all, {processor_s:.0f} s of processor time. Wrote report.json and learned.png to {out}/",
         highlight=False,
     )
-    return 0 if all(one.reached for one in found) else 1
+    in_time = not alone or all(one.seconds <= LIMIT_S for one in found)
+    return 0 if in_time and all(one.reached for one in found) else 1
 
 
-def _learn(cluster: plexrl.Cluster, settings: Settings, sandbox: Sandbox, console: Console) -> Learned:
-    learned, start = Learned(settings.seed), time.monotonic()
+def _share(data: Path, seeds: Sequence[int], settings: Settings, console: Console) -> list[Learned]:
+    """One job per seed, on one cluster with one worker."""
+    from plexrl_controller.embedded.cluster import LocalCluster
+    from plexrl_controller.embedded.settings import ClusterSettings
+
+    shutil.rmtree(data, ignore_errors=True)
+    cluster_settings = ClusterSettings(data_dir=data, workers=1, kv_cache_bytes=KV_CACHE_BYTES, threads=THREADS)
+    start = time.monotonic()
+    with LocalCluster(cluster_settings) as local, Sandbox() as sandbox, ThreadPoolExecutor(len(seeds)) as threads:
+
+        def learn(seed: int) -> Learned:
+            # Each job has its own connection, like jobs of different people.
+            with plexrl.connect(local.endpoint, token=local.token) as cluster:
+                return _learn(cluster, replace(settings, seed=seed), sandbox, console, start)
+
+        return list(threads.map(learn, seeds))
+
+
+def _learn(cluster: plexrl.Cluster, settings: Settings, sandbox: Sandbox, console: Console, start: float) -> Learned:
+    learned = Learned(settings.seed)
 
     def on_point(point: Point) -> None:
         learned.points.append(point)

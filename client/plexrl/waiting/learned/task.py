@@ -1,8 +1,10 @@
-"""What the job learns: from twelve earlier waits of an operation, write the sleeps of the next one.
+"""What the job learns: from 32 earlier waits of an operation, write the sleeps of the next one.
 
-A prompt is the history: for each earlier wait, shortest first, the interval in which it finished, as two numbers. The
-completion is four sleeps, the last of which repeats: the code action `for t in [...]: sleep, look, stop if done`. Its
-reward is minus what the wait cost, which a clock decides and nobody judges. Numbers are tokens on a logarithmic scale.
+A prompt is the history in five numbers: of the looks that saw the earlier waits end, the first in their order, the
+quartiles and the last. Each is the end of an interval; the look in vain before it needs no number, as looks grew by one
+factor. The completion is four sleeps, the last of which repeats: the code action `for t in [...]: sleep, look, stop if
+done`. Its reward is minus what the wait cost, which a clock decides and nobody judges. Numbers are tokens on a
+logarithmic scale.
 
 Operations differ in how long they take on average and in how widely that varies; neither is told. One in eight is held
 out, whatever the seed, and never trained on. Knows laws and prices; knows nothing of models and jobs.
@@ -23,7 +25,9 @@ from plexrl.waiting.schedules import Costs, expectation, optimal_schedule
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
-HISTORY = 12
+HISTORY = 32
+# Numbers that a history is told in: order statistics at equal distances.
+SUMMARY = 5
 SLEEPS = 4
 # Token 0 is never used; 1 to BINS are times, each a fifth longer than the one before.
 BINS = 28
@@ -31,7 +35,7 @@ SHORTEST_S = 1.5
 STEP = 1.2
 EQUALS, END = 29, 30
 VOCABULARY_SIZE = 32
-PROMPT_TOKENS = 2 * HISTORY + 1
+PROMPT_TOKENS = SUMMARY + 1
 COMPLETION_TOKENS = SLEEPS + 1
 
 MEANS_S = np.geomspace(6.0, 60.0, 64)
@@ -107,11 +111,9 @@ class Problems:
     by_s: FloatArray
 
     def prompts(self) -> list[list[int]]:
-        """Token ids: after, by, after, by, ..., EQUALS, the shortest wait first."""
-        order = np.argsort(self.by_s, axis=1)
-        ends = (token_of(np.take_along_axis(times_s, order, axis=1)) for times_s in (self.after_s, self.by_s))
-        pairs = np.stack(tuple(ends), axis=2).reshape(len(self.tasks), -1)
-        return [[*row, EQUALS] for row in pairs.tolist()]
+        """Token ids: the SUMMARY of by_s in ascending order, EQUALS."""
+        ranks = np.round(np.linspace(0, HISTORY - 1, SUMMARY)).astype(np.int64)
+        return [[*row, EQUALS] for row in token_of(np.sort(self.by_s, axis=1)[:, ranks]).tolist()]
 
     def durations_s(self, generator: np.random.Generator, draws: int) -> FloatArray:
         """float64 [tasks, draws]: how long each task takes, several times over."""
