@@ -97,6 +97,7 @@ class WorkerProcess:
         self.reports: deque[worker_pb2.Report] = deque()
         self.changed = asyncio.Event()
         self.engine_died = asyncio.Event()
+        self.revision = 0
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -192,6 +193,7 @@ class WorkerProcess:
             leader_term=self.term,
             deployments=[self._deployment(model_id) for model_id in self.models],
             attempts=[registry_pb2.CallAttempt(call_id=c, attempt=e.number) for c, e in self.running.items()],
+            revision=self.revision,
         )
 
     def announcement(self) -> registry_pb2.RegisterRequest:
@@ -333,8 +335,9 @@ class WorkerProcess:
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models.get(model_id)
+        self.revision += 1
         if held is None:
-            return registry_pb2.DeploymentStatus(model_id=model_id)
+            return registry_pb2.DeploymentStatus(model_id=model_id, revision=self.revision)
         tier = types_pb2.TIER_DEVICE if held.on_device else types_pb2.TIER_ABSENT if held.lost else types_pb2.TIER_HOST
         return registry_pb2.DeploymentStatus(
             model_id=model_id,
@@ -345,6 +348,7 @@ class WorkerProcess:
             host_image=held.lost,
             host_image_sequence=held.image.applied if held.lost else 0,
             host_image_weights_version=held.image.version if held.lost else 0,
+            revision=self.revision,
         )
 
     # The device.
