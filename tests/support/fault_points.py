@@ -46,6 +46,8 @@ POINTS = {
 PROVOKED_BY = {"recovery begun": "engine", "model restored": "engine", "worker registered": "worker-0"}
 """Points that are reached only once another part was killed: the kill that counts is then the second."""
 
+PROVOKE_AGAIN_S = 15.0
+
 _WAIT = f"""
 CREATE OR REPLACE FUNCTION wait_at_point() RETURNS trigger AS $$
 BEGIN
@@ -132,17 +134,21 @@ class FaultDatabase:
 
     @asynccontextmanager
     async def held(
-        self, point: str, provoke: Callable[[], object] = lambda: None, limit_s: float = 120.0
+        self, point: str, provoke: Callable[[], object] = lambda: None, limit_s: float = 240.0
     ) -> AsyncIterator[HeldCommit]:
         """Within the block, the first commit that writes the point waits. `provoke` brings one about where none comes
-        by itself. Raises TimeoutError when none comes.
+        by itself; it is tried again, as an engine that held nothing of worth dies without a recovery. Raises
+        TimeoutError when none comes.
         """
         await self.connection.execute("SELECT pg_advisory_lock($1)", KEY)
         await self.connection.execute("INSERT INTO fault_point VALUES ($1)", _name(point))
         try:
-            provoke()
+            provoke_at = 0.0
             async with asyncio.timeout(limit_s):
-                while (backend := await self.connection.fetchval(_HELD, KEY)) is None:  # noqa: ASYNC110
+                while (backend := await self.connection.fetchval(_HELD, KEY)) is None:
+                    if time.monotonic() >= provoke_at:
+                        provoke()
+                        provoke_at = time.monotonic() + PROVOKE_AGAIN_S
                     await asyncio.sleep(0.002)
             yield HeldCommit(self, backend)
         finally:
