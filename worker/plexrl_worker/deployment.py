@@ -119,6 +119,8 @@ def fingerprint(order: w.DeployOrder) -> str:
 
 def check_settings(settings: m.ModelSettings) -> None:
     """Raises Unsupported for what the wire reserves and this worker does not offer."""
+    if settings.precision not in m.Precision.values():
+        raise Unsupported(f"settings.precision: {settings.precision} is none that this worker knows")
     if settings.HasField("lora") and settings.lora.rank < 1:
         raise Unsupported("settings.lora.rank: 0; want at least 1")
     if settings.world_size > 1:
