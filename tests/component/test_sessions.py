@@ -264,9 +264,9 @@ async def test_it_expires_when_nobody_uses_it_and_not_before() -> None:
         await leader.work()
         assert record(leader, call).state is CallState.SUCCEEDED
         assert await reaped(leader, session_id, 3590.0) == session_pb2.SESSION_STATE_OPEN
-        await SessionService(leader.core).YieldSession(
-            session_pb2.YieldSessionRequest(session_id=session_id, idle={"seconds": 5}), None
-        )
+        request = session_pb2.YieldSessionRequest(session_id=session_id)
+        request.idle.seconds = 5
+        await SessionService(leader.core).YieldSession(request, None)
         assert await reaped(leader, session_id, 3590.0) == session_pb2.SESSION_STATE_OPEN
         assert await reaped(leader, session_id, 20.0) == session_pb2.SESSION_STATE_EXPIRED
         assert SessionId(session_id) not in leader.core.ledger.session_facts
@@ -351,4 +351,4 @@ async def test_what_cannot_be_honoured_is_refused() -> None:
             lambda: opened(leader, model),
         ):
             with pytest.raises(NotFound):
-                await ask()  # type: ignore[no-untyped-call]
+                await ask()

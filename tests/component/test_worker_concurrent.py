@@ -3,13 +3,16 @@
 import itertools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from tests.support.worker_daemon import Cluster, call, cluster, deploy, fake_config, generate, reason, score, swap
 
+Event = Literal["started", "yielded", "finished"]
 CALLS = [f"c{number}" for number in range(8)]
 
 
@@ -43,8 +46,16 @@ async def begun(c: Cluster, held: Held, *call_ids: str) -> list[int]:
     held.file.touch()
     order_ids = [await c.orders.send(run_call=concurrent(call_id)) for call_id in call_ids]
     for order_id in order_ids:
-        await c.orders.report(lambda report, sent=order_id: report.order_id == sent and report.HasField("started"))  # type: ignore[misc]
+        await c.orders.report(of_order(order_id, "started"))
     return order_ids
+
+
+def of_call(call_id: str, event: Event) -> Callable[[w.Report], bool]:
+    return lambda report: report.call.call_id == call_id and report.HasField(event)
+
+
+def of_order(order_id: int, event: Event) -> Callable[[w.Report], bool]:
+    return lambda report: report.order_id == order_id and report.HasField(event)
 
 
 def ended(c: Cluster, call_id: str) -> list[w.Report]:
@@ -78,11 +89,11 @@ async def test_one_is_stopped_and_the_others_go_on(tmp_path: Path) -> None:
         expected = await alone(c)
         await begun(c, held, "c0", "c1", "c2")
         await c.orders.ok(abort=w.AbortOrder(call=attempt("c1")))
-        stopped = await c.orders.report(lambda report: report in ended(c, "c1"))
+        stopped = await c.orders.report(of_call("c1", "finished"))
         assert reason(stopped) == "CANCELLED"
         held.file.unlink()
         for call_id in ("c0", "c2"):
-            await c.orders.report(lambda report, sent=call_id: report in ended(c, sent))  # type: ignore[misc]
+            await c.orders.report(of_call(call_id, "finished"))
             assert ended(c, call_id)[0].finished.result.generate == expected[call_id]
 
 
@@ -96,9 +107,7 @@ async def test_all_give_way_another_model_runs_and_all_go_on_together(tmp_path: 
         for call_id in CALLS:
             await c.orders.send(yield_call=w.YieldOrder(call=attempt(call_id)))
         for call_id in CALLS:
-            await c.orders.report(
-                lambda report, sent=call_id: report.call.call_id == sent and report.HasField("yielded")
-            )  # type: ignore[misc]
+            await c.orders.report(of_call(call_id, "yielded"))
         held.file.unlink()
         await c.orders.ok(swap_weights=swap("m2", "m1"))
         await c.orders.ok(run_call=call("m2", generate()))

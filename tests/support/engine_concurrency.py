@@ -8,7 +8,6 @@ import pytest
 
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, VersionMismatch, Yielded
-from tests.support.engine_long import long_enough
 from tests.support.engine_subjects import SAMPLING, Courteous, Impatient, Model, Patient, random_batch
 
 NEAR = 1e-5
@@ -68,15 +67,8 @@ class ConcurrencyConformance:
         assert_same(model.generate(stays.prompts, stays.params), expected)
 
     def test_all_give_way_and_all_go_on_together_or_alone(self, model: Model) -> None:
-        params = long_enough(model, random_batch(106, count=1))
-        generates = [replace(conversation(seed), params=replace(params, seed=seed)) for seed in range(6, 9)]
-        expected = [model.generate(generate.prompts, generate.params) for generate in generates]
-        named = [
-            replace(generate, execution=f"call/{number}", control=Courteous())
-            for number, generate in enumerate(generates)
-        ]
-        parked = self.run_together(model, named)
-        assert all(isinstance(outcome, Yielded) for outcome in parked.outcomes.values())
+        named, _ = self.interrupted(model, [6, 7, 8], stays=None)
+        expected = [model.generate(generate.prompts, generate.params) for generate in named]
         model.swap_out()
         model.swap_in()
         go_on = [replace(generate, control=Patient()) for generate in named]
@@ -88,15 +80,28 @@ class ConcurrencyConformance:
         assert_same(generation, expected[2])
 
     def test_one_gives_way_while_the_others_go_on(self, model: Model) -> None:
-        stays, goes = conversation(9, max_tokens=24), conversation(10)
-        goes = replace(goes, params=long_enough(model, goes.prompts))
-        expected = [model.generate(generate.prompts, generate.params) for generate in (stays, goes)]
-        named = replace(goes, execution="call/1", control=Courteous())
-        together = self.run_together(model, [stays, named])
-        assert isinstance(together.outcomes[named], Yielded)
-        assert_same(together.outcomes[stays], expected[0])
-        generation = model.engine.generate(model.name, 0, goes.prompts, goes.params, Patient(), "call/1")
-        assert_same(generation, expected[1])
+        stays = conversation(9, max_tokens=24)
+        expected = model.generate(stays.prompts, stays.params)
+        (goes,), together = self.interrupted(model, [10], stays)
+        assert_same(together.outcomes[stays], expected)
+        generation = model.engine.generate(model.name, 0, goes.prompts, goes.params, Patient(), goes.execution)
+        assert_same(generation, model.generate(goes.prompts, goes.params))
+
+    def interrupted(
+        self, model: Model, seeds: Sequence[int], stays: port.ConcurrentGenerate | None
+    ) -> tuple[list[port.ConcurrentGenerate], Coming]:
+        """Generates that gave way, all of them, once they had got on: as long as it takes for that on this machine."""
+        for n in (4, 16, 64, 256, 1024):
+            named = [
+                replace(conversation(seed, max_tokens=16, n=n), execution=f"call/{seed}/{n}", control=Courteous())
+                for seed in seeds
+            ]
+            together = self.run_together(model, [*named, stays] if stays is not None else named)
+            if all(isinstance(together.outcomes[generate], Yielded) for generate in named):
+                return named, together
+            for generate in named:
+                model.engine.forget_execution(generate.execution)
+        raise AssertionError("this engine is too fast to be interrupted")
 
     def test_another_version_is_refused_before_anything_is_sampled(self, model: Model) -> None:
         """G06."""

@@ -1,13 +1,13 @@
 """What every engine must do with a generate that gives way: nothing of it changes but when it is over."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import Yielded
-from tests.support.engine_long import long_enough
 from tests.support.engine_subjects import SAMPLING, Courteous, Model, Patient, loss_batch, random_batch
 
 
@@ -73,6 +73,23 @@ class YieldConformance:
 
     def test_one_without_a_name_goes_on(self, model: Model) -> None:
         model.engine.generate(model.name, 0, random_batch(16), SAMPLING, Courteous(0))
+
+
+def long_enough(model: Model, prompts: port.TokenBatch) -> port.SamplingParams:
+    """Sampling that takes so long that a child, which is silent about what is over in a moment, tells its progress
+    several times; twice in a row, since once may be a busy machine's.
+    """
+
+    def reports(params: port.SamplingParams) -> int:
+        control = Patient()
+        model.engine.generate(model.name, model.version, prompts, params, control)
+        return len(control.heard)
+
+    for n in (8, 32, 128, 512, 1024):
+        params = replace(SAMPLING, n=n, max_tokens=16)
+        if all(reports(params) > 2 for _ in range(2)):
+            return params
+    raise AssertionError("this engine is too fast to be interrupted")
 
 
 def sampled_in_parts(

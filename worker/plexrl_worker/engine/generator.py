@@ -268,7 +268,7 @@ class Generator:
     ) -> str:
         """Gives one request to the engine; returns what its scheduler knows it by."""
         prompt_input = tokens_input(prompt, cache_salt=content.key)
-        return self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter)
+        return str(self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter))
 
     def _admit(
         self,

@@ -1,0 +1,42 @@
+"""What executions in virtual time answer: each result carries the digest of its state and the execution's number."""
+
+from typing import TYPE_CHECKING
+
+from plexrl import wire
+from plexrl.v1 import types_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    from tests.simulation.faults.worker import Deployed
+
+
+def result_of(run: worker_pb2.RunCallOrder, function: str, held: "Deployed", number: int) -> types_pb2.CallResult:
+    result, state = types_pb2.CallResult(), held.state
+    match function:
+        case "generate":
+            made = types_pb2.GenerateResult(
+                completions=wire.token_batch([[state.rollout, number]]), weights_version=held.version
+            )
+            result.generate.CopyFrom(made)
+        case "score":
+            result.score.logprobs.CopyFrom(wire.tensor([state.train, number], "float32"))
+        case "forward_backward":
+            result.forward_backward.loss, result.forward_backward.kl = state.train, number
+        case "optim_step":
+            result.optim_step.grad_norm = state.train * 2.0**28 + number
+            result.optim_step.step = state.step
+        case "sync_weights":
+            result.sync_weights.weights_version = run.sequence
+        case "save_checkpoint":
+            saved = result.save_checkpoint.checkpoint
+            saved.checkpoint_id, saved.label = run.new_checkpoint_id, run.spec.save_checkpoint.label
+            saved.manifest_sha256, saved.step, saved.sequence = "0" * 64, state.step, run.sequence
+        case "load_checkpoint":
+            result.load_checkpoint.weights_version, result.load_checkpoint.step = run.sequence, state.step
+        case _:
+            raise AssertionError(f"no result of {function}")
+    return result
+
+
+def failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
+    info = wire.ErrorInfo(code, reason, f"the worker says {reason}", metadata)
+    return worker_pb2.OrderFinished(error=wire.error_status(info))
