@@ -228,6 +228,7 @@ class WorkerDaemon:
             disk_used_bytes=self._host.tiers.disk_used_bytes,
             tiers=w.TierCounters(**asdict(self._host.tiers.counters)),
             version=VERSION,
+            revision=self._host.revision,
         )
 
     def _engines(self) -> list[w.EngineStatus]:

@@ -192,6 +192,8 @@ class OrderDesk:
             return
         if known is not None and not known.parked:
             known.order_id = work.order.order_id
+            if work.sink not in known.sinks:
+                known.sinks.append(work.sink)
             return
         # One that is parked goes on as a new piece of work under the same name.
         if known is None and (older := self._attempts.running(order.call.call_id)):
@@ -210,6 +212,7 @@ class OrderDesk:
             stop=lambda reason: self._stop(work, reason),
             end=lambda reason: self._end_call(work, w.OrderFinished(error=to_status(reason))),
             give_way=lambda: self._give_way(work),
+            sinks=[work.sink],
         )
         self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
@@ -240,7 +243,7 @@ class OrderDesk:
                 self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
-            work.sink(self._finished(work, outcome))
+            self._tell_all(work.attempt, self._finished(work, outcome))
 
     def _place(self, work: Work, model_id: str) -> None:
         if not model_id:
@@ -300,7 +303,11 @@ class OrderDesk:
             return
         report = self._finished(work, w.OrderFinished())
         report.yielded.CopyFrom(w.OrderYielded(done=gave_way.done, total=gave_way.total))
-        work.sink(report)
+        self._tell_all(work.attempt, report)
+
+    def _tell_all(self, attempt: Attempt, report: w.Report) -> None:
+        for sink in attempt.sinks:
+            sink(report)
 
     def _say_of(
         self,

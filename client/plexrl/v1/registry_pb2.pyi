@@ -264,6 +264,7 @@ class DeploymentStatus(_message.Message):
     HOST_IMAGE_FIELD_NUMBER: _builtins.int
     HOST_IMAGE_SEQUENCE_FIELD_NUMBER: _builtins.int
     HOST_IMAGE_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The model."""
     weights_version: _builtins.int
@@ -278,6 +279,8 @@ class DeploymentStatus(_message.Message):
     """host_image: the sequence number that it stands at."""
     host_image_weights_version: _builtins.int
     """host_image: its version of the rollout weights."""
+    revision: _builtins.int
+    """Grows with each status that a worker process gives, of whichever model: the lower one is the older one."""
     @_builtins.property
     def residency(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ComponentResidency]:
         """Its components."""
@@ -293,10 +296,11 @@ class DeploymentStatus(_message.Message):
         host_image: _builtins.bool = ...,
         host_image_sequence: _builtins.int = ...,
         host_image_weights_version: _builtins.int = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "host_image", b"host_image", "host_image_sequence", b"host_image_sequence", "host_image_weights_version", b"host_image_weights_version", "model_id", b"model_id", "residency", b"residency", "state_lost", b"state_lost", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "host_image", b"host_image", "host_image_sequence", b"host_image_sequence", "host_image_weights_version", b"host_image_weights_version", "model_id", b"model_id", "residency", b"residency", "revision", b"revision", "state_lost", b"state_lost", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

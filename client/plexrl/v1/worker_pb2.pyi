@@ -1023,6 +1023,7 @@ class WorkerStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -1039,6 +1040,8 @@ class WorkerStatus(_message.Message):
     """Its version."""
     disk_used_bytes: _builtins.int
     """Bytes of parked state on disk."""
+    revision: _builtins.int
+    """A deployment in a report whose revision is not higher is not newer than this status, also where it comes later."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.WorkerCapabilities:
         """What it can do."""
@@ -1075,10 +1078,11 @@ class WorkerStatus(_message.Message):
         version: _builtins.str = ...,
         disk_used_bytes: _builtins.int = ...,
         tiers: Global___TierCounters | None = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "revision", b"revision", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

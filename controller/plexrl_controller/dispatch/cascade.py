@@ -258,6 +258,7 @@ def _reassign(batch: Batch, worker: Worker) -> None:
     cause = f"worker {worker.name} (incarnation {worker.incarnation}) is gone"
     group = ledger.groups[worker.worker_id]
     group.on_device.clear()
+    group.swaps.clear()
     group.prefetched = None
     group.serving = None
     for model_id in list(ledger.models_of_worker.get(worker.worker_id, ())):

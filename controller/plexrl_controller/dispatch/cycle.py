@@ -151,7 +151,9 @@ class GroupCycle:
     def _swaps(self, decision: Serve, worker: Worker) -> list[worker_pb2.Order]:
         if decision.load is None and not decision.evict:
             return []
-        return [self._core.orders.swap(decision.load, decision.evict, worker.incarnation)]
+        order = self._core.orders.swap(decision.load, decision.evict, worker.incarnation)
+        self._core.ledger.groups[self._worker_id].swaps.add(order.order_id)
+        return [order]
 
     def _at_hand(self, ready: Sequence[ReadyCall]) -> list[ReadyCall]:
         """The first of the calls, as many as have their arguments in memory and may be given to the worker as well.

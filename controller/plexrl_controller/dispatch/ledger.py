@@ -86,6 +86,11 @@ class GroupState:
     on_device: set[ModelId] = field(default_factory=set)
     prefetched: ModelId | None = None
     """Ordered to be brought nearer to the device since the last load."""
+    swaps: set[int] = field(default_factory=set)
+    """Orders of residency changes whose end is not known: reports may be older than they are. `on_device` is what they
+    will make of the device."""
+    status_revision: int = 0
+    """Of what the worker said when its stream opened: reports may be older than that as well."""
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)

@@ -32,19 +32,12 @@ class OrderBook:
         self.term = term
         self._numbers = count((term << _TERM_BITS) + 1)
         self._models: dict[int, ModelId] = {}
-        self._swaps: set[int] = set()
         self._replays: dict[int, ReplayOrder] = {}
         self._snapshots: dict[int, Snapshot] = {}
 
     def model_of(self, order_id: int) -> ModelId | None:
         """The model of a deploy or drop order that has not been settled; asking settles it."""
         return self._models.pop(order_id, None)
-
-    def was_swap(self, order_id: int) -> bool:
-        """Whether an order that has not been settled is a residency change; asking settles it."""
-        known = order_id in self._swaps
-        self._swaps.discard(order_id)
-        return known
 
     def replay_of(self, order_id: int, *, settle: bool) -> ReplayOrder | None:
         """What a replay order was for; `settle` forgets it."""
@@ -94,7 +87,6 @@ class OrderBook:
         """Change residency."""
         order = self._order(incarnation)
         order.swap_weights.CopyFrom(worker_pb2.SwapWeightsOrder(evict_model_ids=evict, load_model_id=load or ""))
-        self._swaps.add(order.order_id)
         return order
 
     def prefetch(self, model_id: ModelId, incarnation: int) -> worker_pb2.Order:

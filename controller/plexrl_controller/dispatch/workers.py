@@ -115,6 +115,8 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     await core.commit(batch)
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
+    group.swaps.clear()
+    group.status_revision = status.revision
     group.prefetched = None
     group.yielding.clear()
     group.revoked_at = None

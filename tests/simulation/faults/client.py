@@ -6,8 +6,8 @@ answers is `truth`'s business.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn
 
 from google.protobuf import duration_pb2
 
@@ -15,8 +15,9 @@ from plexrl import wire
 from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2, types_pb2
 from plexrl_controller.domain.errors import ControllerError, NotFound, Unavailable
 from plexrl_controller.domain.ids import Tenant
-from tests.simulation.faults.stream import JobOver, Stream
-from tests.simulation.faults.truth import JobTruth, ModelTruth, Request, Truth
+from tests.simulation.faults.client_stream import ClientStream
+from tests.simulation.faults.service import JobOver, Service
+from tests.simulation.faults.truth import JobTruth, ModelTruth, Request
 
 PATIENCE_S = 6.0
 """A client that waits this long for a call looks whether its sequence has a gap."""
@@ -32,34 +33,6 @@ FUNCTIONS = {
     "load_checkpoint": 3,
 }
 _ENDED = ("JOB_NOT_ACTIVE", "MODEL_NOT_ACTIVE")
-
-
-class Service(Protocol):
-    """What a client sees of the world."""
-
-    truth: Truth
-
-    async def ask(self, who: str, tenant: Tenant, service: str, method: str, request: Any, limit_s: float) -> Any:
-        """One rpc, which may get lost either way: raises Unavailable then."""
-        ...
-
-    def connect(
-        self, who: str, tenant: Tenant, requests: AsyncIterator[call_pb2.ConnectRequest], frames: "asyncio.Queue[Any]"
-    ) -> "asyncio.Task[None]":
-        """A stream whose frames go to the queue; None when it broke, the error when it was refused."""
-        ...
-
-    def watch(self, who: str, tenant: Tenant, call_id: str, frames: "asyncio.Queue[Any]") -> "asyncio.Task[None]":
-        """WatchCall, in the same way."""
-        ...
-
-    def note(self, who: str, *what: object) -> None:
-        """For the history."""
-        ...
-
-    def blame(self, what: str) -> None:
-        """A violation."""
-        ...
 
 
 class Client:
@@ -81,8 +54,8 @@ class Client:
         self._finishing = False
         self._numbers = 0
         self._round = 0
-        self._helpers: list[asyncio.Task[Any]] = []
-        self._stream: Stream | None = None
+        self.helpers: list[asyncio.Task[Any]] = []
+        self._stream: ClientStream | None = None
 
     async def run(self) -> None:
         """A client process, from attaching (or creating) to the last result."""
@@ -96,9 +69,9 @@ class Client:
         except JobOver:
             await self._job_over()
         finally:
-            for helper in self._helpers:
+            for helper in self.helpers:
                 helper.cancel()
-            self._helpers.clear()
+            self.helpers.clear()
             self._stream = None
 
     # The job.
@@ -108,7 +81,7 @@ class Client:
             await self._create()
         else:
             await self._attach(self.job)
-        self._helpers.append(asyncio.ensure_future(self._heartbeat()))
+        self.helpers.append(asyncio.ensure_future(self._heartbeat()))
 
     async def _create(self) -> None:
         lease = duration_pb2.Duration(seconds=int(LEASE_S))
@@ -230,7 +203,7 @@ class Client:
             requests.append(self._request(model_id, function))
         way = self._way()
         if way == "stream" and self._stream is None:
-            self._stream = Stream(self)
+            self._stream = ClientStream(self)
         await self._send_all(requests, way)
         cancelled = [r for r in requests if r.call_id and self.rng.random() < 0.08]
         for request in cancelled:

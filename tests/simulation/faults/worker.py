@@ -16,32 +16,8 @@ from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from tests.simulation.faults.results import failed, result_of
+from tests.simulation.faults.deployed import STATE_BYTES, Deployed, failed, follows, result_of
 from tests.simulation.faults.state import Copy, Made, Shared, State, digest
-
-STATE_BYTES = 1000
-
-
-@dataclass
-class Deployed:
-    """A model here: its state, where it is, and the copy that would survive the engine."""
-
-    order: worker_pb2.DeployOrder
-    state: State
-    version: int
-    applied: int
-    image: Copy
-    """What the host tier holds."""
-    clean: bool = True
-    """The host tier's copy is not older than the device's."""
-    on_device: bool = False
-    lost: bool = False
-
-    def park(self) -> None:
-        """Leaves the device."""
-        if self.on_device:
-            self.on_device, self.clean = False, True
-            self.image = Copy(self.state, self.version, self.applied)
 
 
 @dataclass
@@ -98,6 +74,7 @@ class WorkerProcess:
         self.reports: deque[worker_pb2.Report] = deque()
         self.changed = asyncio.Event()
         self.engine_died = asyncio.Event()
+        self.revision = 0
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -193,6 +170,7 @@ class WorkerProcess:
             leader_term=self.term,
             deployments=[self._deployment(model_id) for model_id in self.models],
             attempts=[registry_pb2.CallAttempt(call_id=c, attempt=e.number) for c, e in self.running.items()],
+            revision=self.revision,
         )
 
     def announcement(self) -> registry_pb2.RegisterRequest:
@@ -335,8 +313,9 @@ class WorkerProcess:
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models.get(model_id)
+        self.revision += 1
         if held is None:
-            return registry_pb2.DeploymentStatus(model_id=model_id)
+            return registry_pb2.DeploymentStatus(model_id=model_id, revision=self.revision)
         tier = types_pb2.TIER_DEVICE if held.on_device else types_pb2.TIER_ABSENT if held.lost else types_pb2.TIER_HOST
         return registry_pb2.DeploymentStatus(
             model_id=model_id,
@@ -347,6 +326,7 @@ class WorkerProcess:
             host_image=held.lost,
             host_image_sequence=held.image.applied if held.lost else 0,
             host_image_weights_version=held.image.version if held.lost else 0,
+            revision=self.revision,
         )
 
     # The device.
@@ -523,7 +503,7 @@ class WorkerProcess:
         if function == "generate":
             if run.weights_version != held.version:
                 return failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
-        elif run.sequence <= held.applied or not _follows(run, held):
+        elif run.sequence <= held.applied or not follows(run, held):
             return failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
             return failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
@@ -568,8 +548,3 @@ class WorkerProcess:
         source = run.spec.load_checkpoint.checkpoint_id
         held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
         held.lost, held.on_device = False, True
-
-
-def _follows(run: worker_pb2.RunCallOrder, held: Deployed) -> bool:
-    """A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first."""
-    return run.after_sequence == held.applied or (held.lost and run.after_sequence <= held.applied)

@@ -1,4 +1,4 @@
-"""A client's end of Connect in virtual time, opened again whenever it breaks. What is asked is the client's own."""
+"""A client's end of the Connect stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,17 +9,14 @@ from google.rpc import code_pb2
 from plexrl import wire
 from plexrl.v1 import call_pb2
 from plexrl_controller.domain.errors import ControllerError, Unavailable
+from tests.simulation.faults.service import JobOver
 from tests.simulation.faults.truth import Request
 
 if TYPE_CHECKING:
     from tests.simulation.faults.client import Client
 
 
-class JobOver(Exception):
-    """The job has ended under its client."""
-
-
-class Stream:
+class ClientStream:
     """A client's end of Connect: opened again whenever it breaks; answers and updates are told apart."""
 
     def __init__(self, client: "Client") -> None:
@@ -28,7 +25,7 @@ class Stream:
         self._changed = asyncio.Event()
         self._requests: asyncio.Queue[call_pb2.ConnectRequest] = asyncio.Queue()
         self._over = False
-        client._helpers.append(asyncio.ensure_future(self._keep()))
+        client.helpers.append(asyncio.ensure_future(self._keep()))
 
     async def submit(self, request: Request) -> call_pb2.Call:
         """The answer to a submit. Raises Unavailable when the stream breaks before it comes, JobOver."""

@@ -1,15 +1,43 @@
-"""What executions in virtual time answer: each result carries the digest of its state and the execution's number."""
+"""A model on a simulated worker, and what its calls come to."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from plexrl import wire
 from plexrl.v1 import types_pb2, worker_pb2
+from tests.simulation.faults.state import Copy, State
 
-if TYPE_CHECKING:
-    from tests.simulation.faults.worker import Deployed
+STATE_BYTES = 1000
 
 
-def result_of(run: worker_pb2.RunCallOrder, function: str, held: "Deployed", number: int) -> types_pb2.CallResult:
+@dataclass
+class Deployed:
+    """A model here: its state, where it is, and the copy that would survive the engine."""
+
+    order: worker_pb2.DeployOrder
+    state: State
+    version: int
+    applied: int
+    image: Copy
+    """What the host tier holds."""
+    clean: bool = True
+    """The host tier's copy is not older than the device's."""
+    on_device: bool = False
+    lost: bool = False
+
+    def park(self) -> None:
+        """Leaves the device."""
+        if self.on_device:
+            self.on_device, self.clean = False, True
+            self.image = Copy(self.state, self.version, self.applied)
+
+
+def follows(run: worker_pb2.RunCallOrder, held: Deployed) -> bool:
+    """A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first."""
+    return run.after_sequence == held.applied or (held.lost and run.after_sequence <= held.applied)
+
+
+def result_of(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number: int) -> types_pb2.CallResult:
+    """What a call that was executed says; `number`: of the execution."""
     result, state = types_pb2.CallResult(), held.state
     match function:
         case "generate":
@@ -38,5 +66,6 @@ def result_of(run: worker_pb2.RunCallOrder, function: str, held: "Deployed", num
 
 
 def failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
+    """An order that did not succeed."""
     info = wire.ErrorInfo(code, reason, f"the worker says {reason}", metadata)
     return worker_pb2.OrderFinished(error=wire.error_status(info))
