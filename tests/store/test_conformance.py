@@ -47,8 +47,11 @@ class TestTerms:
         newer = await store.acquire_term("leader-2")
         with pytest.raises(LeadershipLost, match=f"newest is {newer}"):
             await store.commit(term, Changes(inserts=(make_worker(),)))
+        with pytest.raises(LeadershipLost, match=f"newest is {newer}"):
+            await store.commit(term, Changes(commit_id="asks whether it leads"))
         assert (await store.load()).workers == ()
         await store.commit(newer, Changes(inserts=(make_worker(),)))
+        await store.commit(newer, Changes(commit_id="asks whether it leads"))
 
     async def test_nobody_writes_before_the_first_term(self, store: Store) -> None:
         with pytest.raises(LeadershipLost):

@@ -169,7 +169,7 @@ class JobStream:
                 else:
                     accepted.append(submit.accept_now(self._core, batch, submission))
             except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status
-                self._answer(request.request_id, error)
+                self._refuse(request.request_id, error)
         if accepted:
             self._pending += len(accepted)
             self._core.queue(batch, lambda error: self._accepted(accepted, error))
@@ -180,6 +180,19 @@ class JobStream:
         for call in accepted:
             self._answer(call.request_id, call if error is None else error)
         self._settled(len(accepted))
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        """Says no, once it is certain that this controller still leads: see `submit.submit`."""
+        self._pending += 1
+
+        def tell(lost: ControllerError | None) -> None:
+            self._answer(request_id, error if lost is None else lost)
+            self._settled(1)
+
+        try:
+            self._core.writer.confirm(tell)
+        except ControllerError as lost:
+            tell(lost)
 
     def _check_job(self, request: call_pb2.SubmitCallRequest) -> None:
         if request.job_id != self._job.job_id:

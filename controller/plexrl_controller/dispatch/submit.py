@@ -80,6 +80,10 @@ async def submit(core: Core, arrival: Arrival, prepare: Callable[[], Awaitable[S
             submission = await prepare()
             known = ledger.call_by_request.get((submission.model.job_id, submission.request_id))
             accepted = await _write_and_post(core, submission) if known is None else None
+    except ControllerError:
+        # One that was replaced knows nothing of what the next one did, and must not say no.
+        await core.writer.confirmed()
+        raise
     finally:
         arrival.leave()
     if known is not None:

@@ -113,6 +113,10 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     if worker.state is WorkerState.JOINING:
         worker = batch.transition(worker, WorkerEvent.OPEN_STREAM)
     await core.commit(batch)
+    for model_id in ledger.models_of_worker[worker_id]:
+        # What was under way is ordered again, once: from here on the group's turns order what is due.
+        for volatile in (ledger.deploying, ledger.recoveries, ledger.snapshotting):
+            volatile.pop(model_id, None)
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
     group.swaps.clear()
@@ -128,9 +132,6 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     _note_older_states(core, lost, worker_id, status)
     await core.commit(lost)
     for model_id in ledger.models_of_worker[worker_id]:
-        # What was under way is ordered again: the worker says how far it came.
-        for volatile in (ledger.deploying, ledger.recoveries, ledger.snapshotting):
-            volatile.pop(model_id, None)
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
