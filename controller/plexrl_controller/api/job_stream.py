@@ -64,6 +64,8 @@ class JobStream:
         core, job_id = self._core, self._job.job_id
         for call_id in core.ledger.calls_of_job.get(job_id, ()):
             self._subscription.note(call_id)
+        for session in core.ledger.open_sessions(*core.ledger.models_of_job.get(job_id, ())):
+            self._subscription.note_session(session)
         reader = asyncio.create_task(self._read(first, frames))
         try:
             while True:
@@ -81,6 +83,9 @@ class JobStream:
                         message = frames_out.add(result_bytes).updated
                         if not messages.fill_small_call(message, core, call):
                             message.CopyFrom(await messages.full_call_message(core, call))
+                for session in self._subscription.take_sessions():
+                    present = core.ledger.sessions.get(session.session_id, session)
+                    frames_out.add().session.CopyFrom(messages.session_message(core, present))
                 for frame in frames_out.frames:
                     yield frame
                 if reader.done():

@@ -123,6 +123,7 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     group.status_revision = status.revision
     group.prefetched = None
     group.yielding.clear()
+    group.revoked_at = None
     group.chunk_start = core.clock.now()
     lost = core.batch()
     for deployment in status.deployments:
@@ -161,7 +162,8 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
             continue
         earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
         after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
-        orders.append(core.orders.run(call, await core.spec(call), after))
+        concurrent = ledger.session_of(call) is not None
+        orders.append(core.orders.run(call, await core.spec(call), after, concurrent=concurrent))
         if call.state is CallState.CANCELLING:
             # Its end may have been reported into the broken stream: an abort alone would not bring that report back.
             orders.append(core.orders.abort(call))
