@@ -69,8 +69,9 @@ promises: $(INSTALLED) ## break the code in one place at a time and see each pro
 	@PYTHONPATH=. $(BIN)/python -m tests.promises $(if $(QUICK),--quick)
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## MESSAGES=10000 bad messages to every rpc of the controller: a declared status, and the next good call works
-	@FUZZ_MESSAGES=$(or $(MESSAGES),10000) $(BIN)/python -m pytest -q -o timeout=3600 tests/component/test_fuzz.py
+fuzz: $(INSTALLED) ## MESSAGES=10000 bad messages to the controller, a quarter to a worker: a declared status, the next good one works
+	@FUZZ_MESSAGES=$(or $(MESSAGES),10000) $(BIN)/python -m pytest -q -o timeout=3600 tests/component/test_fuzz.py \
+		tests/component/test_fuzz_worker.py
 
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy --strict, import contracts, buf lint
@@ -107,8 +108,8 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: faults
-faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (half an hour)
-	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest -q -s -m fault tests/fault
+faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (40 minutes)
+	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) PLEXRL_FAULT_CELLS=$(or $(CELLS),:) $(BIN)/python -m pytest -q -s -m fault tests/fault
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)

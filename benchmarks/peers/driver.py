@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.driving import drive
-from benchmarks.peers import procrastinate_postgres, queues, ray_actor
+from benchmarks.peers import bare_pipeline, procrastinate_postgres, queues, ray_actor
 from benchmarks.peers.peer import Peer
 
 PEERS: Mapping[str, Callable[[], Peer]] = {
@@ -23,6 +23,7 @@ PEERS: Mapping[str, Callable[[], Peer]] = {
     "celery": queues.celery,
     "dramatiq": queues.dramatiq,
     "procrastinate": procrastinate_postgres.peer,
+    "bare": bare_pipeline.peer,
 }
 
 

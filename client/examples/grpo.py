@@ -107,15 +107,20 @@ def reinforce(
     task: Task,
     settings: Settings,
     on_step: Callable[[Step], None] = lambda step: None,
+    stall_mean_s: Callable[[int], float] | None = None,
 ) -> None:
-    """GRPO steps. Every draw comes from (task, seed, step), so that a run can be repeated bit by bit."""
+    """GRPO steps. Every draw comes from (task, seed, step), so that a run can be repeated bit by bit.
+
+    stall_mean_s: seconds by step number, instead of the setting of that name.
+    """
     for number in range(1, settings.steps + 1):
         start = time.monotonic()
         seed = seed_of(task.name, settings.seed, number)
         batch = problems(task, settings.prompts, seed)
         completions = sample(policy, task, batch, settings.completions, seed)
 
-        stall_s = use_tool(job, settings.stall_mean_s, settings.stall_sigma, seed)
+        mean_s = stall_mean_s(number) if stall_mean_s else settings.stall_mean_s
+        stall_s = use_tool(job, mean_s, settings.stall_sigma, seed)
         reward = rewards(batch, completions, settings.completions)
         advantages = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-6)
 

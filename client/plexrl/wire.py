@@ -36,6 +36,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 _DTYPES = {t.DTYPE_INT32: np.dtype("<i4"), t.DTYPE_FLOAT32: np.dtype("<f4")}
 _WIRE_DTYPES = {"int32": t.DTYPE_INT32, "float32": t.DTYPE_FLOAT32}
 
+MAX_AXES = 8
+"""Of a tensor. The extents of more would multiply to numbers that take long to work out, and longer to print."""
 _FEW = 16
 """So many numbers are looked at sooner one by one than as an array."""
 
@@ -82,6 +84,8 @@ def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.
     if message.dtype != want:
         stated = t.Dtype.Name(message.dtype) if message.dtype in t.Dtype.values() else str(message.dtype)
         raise WireError(f"{name}: dtype is {stated}, want {t.Dtype.Name(want)}")
+    if len(message.shape) > MAX_AXES:
+        raise WireError(f"{name}: has {len(message.shape)} axes, the limit is {MAX_AXES}")
     shape = tuple(message.shape)
     if any(extent < 0 for extent in shape):
         raise WireError(f"{name}: shape {list(shape)} has a negative extent")
@@ -96,8 +100,8 @@ def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.
     try:
         return np.frombuffer(message.data, dtype=numpy_dtype).reshape(shape)
     except ValueError as error:
-        # Beside an extent of 0 the others can be of any size, or too many.
-        raise WireError(f"{name}: shape of {len(shape)} axes is not possible: {error}") from error
+        # Beside an extent of 0 the others can be of any size.
+        raise WireError(f"{name}: shape {list(shape)} is not possible: {error}") from error
 
 
 def int32s(message: t.Tensor, *, name: str = "tensor") -> Int32Array:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 
 from plexrl_controller.domain.errors import ControllerError
 from plexrl_controller.settings import add_serve_arguments, database_url_argument, serve_settings
@@ -22,18 +23,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_serve_arguments(commands.add_parser("serve", help="take leadership and serve"))
     database_url_argument(commands.add_parser("migrate", help="bring the database to this version's schema"))
     args = parser.parse_args(argv)
+    # Only here: what else uses this package needs no Alembic.
+    from plexrl_migrations import SchemaMismatch, require_head, upgrade
+
     try:
         if args.command == "migrate":
-            from plexrl_migrations import upgrade
-
             asyncio.run(upgrade(args.database_url))
             return 0
         settings = serve_settings(args)
         _log_json(settings.log_level)
         from plexrl_controller.server import serve
 
+        # Another version's schema must not be led, not even for the moment until a statement fails.
+        asyncio.run(require_head(settings.database_url))
         return asyncio.run(serve(settings))
-    except (ControllerError, ValueError, OSError) as error:
+    except DBAPIError as error:
+        print(f"plexrl-controller: the database does not answer: {error.orig}", file=sys.stderr)
+        return 1
+    except (ControllerError, SchemaMismatch, ValueError, OSError) as error:
         print(f"plexrl-controller: {error}", file=sys.stderr)
         return 1
 

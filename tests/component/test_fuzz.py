@@ -7,9 +7,7 @@ import asyncio
 import contextvars
 import itertools
 import os
-import re
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -32,6 +30,7 @@ from plexrl_controller.domain.records import Token
 from plexrl_controller.domain.states import CallState, JobState, Role
 from plexrl_controller.server import SERVICES, build_server
 from tests.support import specs
+from tests.support.declared_statuses import judge
 from tests.support.fuzz_messages import broken_bytes, mutated, new
 from tests.support.leader import TENANT, Leader, running_leader
 from tests.support.worker_double import TransportDouble
@@ -41,33 +40,8 @@ CANARY_EVERY = 20
 METHODS: list[MethodDescriptor] = [
     method for name, module in SERVICES.items() for method in module.DESCRIPTOR.services_by_name[name].methods
 ]
-PROTOS = Path(__file__).parents[2] / "protos" / "plexrl" / "v1"
-ALWAYS = {"OK", "UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED"}
-_CODES = "|".join(code.name for code in grpc.StatusCode)
 
 T = TypeVar("T")
-
-
-def declared() -> dict[str, set[str]]:
-    """The status codes that each rpc's comment and its service's comment name, by full name."""
-    codes: dict[str, set[str]] = {}
-    for file in PROTOS.glob("*.proto"):
-        service, comment, of_service = "", "", ""
-        for line in file.read_text().splitlines():
-            text = line.strip()
-            if text.startswith("//"):
-                comment += text + "\n"
-                continue
-            if text.startswith("service "):
-                service, of_service = text.split()[1], comment
-            if (found := re.match(r"rpc (\w+)\(", text)) is not None:
-                named = set(re.findall(rf"\b({_CODES})\b", comment + of_service))
-                codes[f"plexrl.v1.{service}.{found[1]}"] = named | ALWAYS
-            comment = ""
-    return codes
-
-
-DECLARED = declared()
 
 
 class LenientTransport(TransportDouble):
@@ -243,15 +217,6 @@ def target_fixture() -> Iterator[Target]:
     target = Target()
     yield target
     target.close()
-
-
-def judge(method: MethodDescriptor, answer: tuple[str, str], *also: str) -> None:
-    """`also`: codes that have nothing to do with what the rpc does."""
-    code, details = answer
-    assert code not in ("INTERNAL", "UNKNOWN"), (method.full_name, code, details)
-    wanted = DECLARED[method.full_name] | set(also)
-    assert code in wanted, f"{method.full_name} answers {code} ({details}), which its proto does not list"
-    assert code == "OK" or len(details) >= 8, (method.full_name, code, details)
 
 
 many = settings(

@@ -90,12 +90,19 @@ def written(content: int) -> bytes:
     return b"".join(bytes([content + n]) * COMPONENT_BYTES for n in range(len(COMPONENTS)))
 
 
+def write(store: SnapshotStore, facts: CheckpointFacts, content: int) -> None:
+    writing = store.begin(facts, image(content), LAYOUT, PARKED, CONDITIONS)
+    while not writing.done:
+        writing.step()
+    writing.commit()
+
+
 @pytest.mark.parametrize("target", [NEW, OLD], ids=["another place", "over an older one"])
 def test_a_snapshot_is_whole_or_not_there_at_every_moment_of_its_writing(tmp_path: Path, target: str) -> None:
     """G15: and the one before it stays, unless it is the one that is written over."""
     root, scratch = tmp_path / "snapshots", tmp_path / "looks"
     store = SnapshotStore(root, "w0", 1 << 20)
-    store.write(facts(OLD, 5), first := image(1), LAYOUT, PARKED, CONDITIONS)
+    write(store, facts(OLD, 5), 1)
     found: list[tuple[int, bytes] | None] = []
 
     def look(copy: Path) -> None:
@@ -105,12 +112,10 @@ def test_a_snapshot_is_whole_or_not_there_at_every_moment_of_its_writing(tmp_pat
             assert restored(copy, OLD) == (5, written(1))
 
     with at_every_change(root, look, scratch) as looks:
-        store.write(facts(target, 9), second := image(50), LAYOUT, PARKED, CONDITIONS)
+        write(store, facts(target, 9), 50)
     assert looks[0] > len(COMPONENTS)
     assert found[0] == (None if target == NEW else (5, written(1)))
     assert restored(root, target) == (9, written(50))
-    for fd in (first, second):
-        os.close(fd)
 
 
 def test_a_checkpoint_counts_with_its_record_alone_at_every_moment(tmp_path: Path) -> None:

@@ -80,6 +80,36 @@ async def test_bytes_that_are_not_what_was_said_are_refused_and_not_kept(said: b
         assert leader.core.payloads.stored_bytes(TENANT) == 0
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_bytes_that_are_stored_need_not_come_again_unless_they_are_damaged(damaged: bool) -> None:
+    came = 0
+
+    async def requests() -> AsyncIterator[payload_pb2.PutPayloadRequest]:
+        nonlocal came
+        yield payload_pb2.PutPayloadRequest(size_bytes=7, sha256=sha256(b"weights").hexdigest())
+        came += 1
+        yield payload_pb2.PutPayloadRequest(data=b"weights")
+
+    payloads = MemoryPayloadStore()
+    async with running_leader(payloads=payloads) as leader:
+        await leader.join()
+        act_as(Role.TENANT, TENANT)
+        service = PayloadService(leader.core)
+        first = await service.PutPayload(requests(), None)
+        await pass_time(leader, UPLOAD_HOLD_S - 10)
+        if damaged:
+            payloads.damage(TENANT, first.payload_id)
+        assert await service.PutPayload(requests(), None) == first
+        assert came == 1 + damaged
+        stored = leader.core.payloads.find(TENANT, first.payload_id)
+        assert await leader.core.payloads.read(TENANT, stored) == b"weights"
+        # The hour begins anew, and no reference is left behind when it is over.
+        await pass_time(leader, UPLOAD_HOLD_S - 10)
+        assert leader.core.payloads.stored_bytes(TENANT) == 7
+        await pass_time(leader, 11)
+        assert leader.core.payloads.stored_bytes(TENANT) == 0
+
+
 async def test_a_base_stays_while_a_model_has_it() -> None:
     async with running_leader() as leader:
         await leader.join()

@@ -105,6 +105,15 @@ async def test_status_tells_engines_models_and_bytes(tmp_path: Path) -> None:
         assert status.host_used_bytes > status.device_used_bytes
 
 
+async def test_a_later_status_has_a_higher_revision(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        deployed = await c.orders.ok(deploy=deploy("m1"))
+        status = await c.status()
+        swapped = await c.orders.ok(swap_weights=swap("m1"))
+        revisions = [message.deployments[0].revision for message in (deployed, status, swapped)]
+        assert revisions[0] < revisions[1] <= status.revision < revisions[2]
+
+
 async def test_text_becomes_tokens_and_back(tmp_path: Path) -> None:
     async with cluster(tmp_path, catalogue={"tiny": catalogue_directory(tmp_path)}) as c:
         report = await c.orders.ok(deploy=deploy("m1", base=m.ModelBase(catalogue="tiny")))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker import image_writer
 from plexrl_worker.snapshots import STATE_FILE
 from tests.support.worker_daemon import (
     Cluster,
@@ -108,14 +109,38 @@ async def test_what_is_written_is_the_moment_between_two_calls_whatever_runs_bes
         assert await scores(worker.orders, "m", last + 1) == expected
 
 
-async def test_an_image_is_free_for_the_next_swap_when_there_is_memory_and_waits_when_there_is_none(
-    tmp_path: Path,
+@pytest.mark.parametrize("to_spare", [True, False], ids=["memory to spare", "none"])
+async def test_a_swap_that_wants_the_image_has_it_and_the_snapshot_is_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_spare: bool
 ) -> None:
     from tests.support.worker_daemon import STATE_BYTES
 
-    async with cluster(tmp_path, host_state_bytes=STATE_BYTES) as worker:
+    monkeypatch.setattr(image_writer, "PIECE_BYTES", 4096)
+    moved: list[int] = []
+    move_to = image_writer.ImageWriter.move_to
+
+    def noted(self: image_writer.ImageWriter, fd: int) -> None:
+        moved.append(fd)
+        move_to(self, fd)
+
+    monkeypatch.setattr(image_writer.ImageWriter, "move_to", noted)
+    async with cluster(tmp_path, host_state_bytes=(3 if to_spare else 2) * STATE_BYTES) as worker:
         sequence = await trained(worker)
-        assert (await snapshot(worker, slot(0))).sequence == sequence
+        await worker.orders.ok(deploy=deploy("other", seed=2))
+        # The first write brings the image up to date; of the second it is all that is needed.
+        await snapshot(worker, slot(1))
+        order_id = await worker.orders.send(snapshot=w.SnapshotOrder(model_id="m", snapshot_id=slot(0)))
+        await worker.orders.ok(run_call=call("m", optim_step(), sequence + 1))
+        await worker.orders.ok(swap_weights=swap("other", "m"))
+        written = (await worker.orders.finished(order_id)).finished.snapshot
+        assert written.sequence == sequence
+        assert bool(moved) <= to_spare
+        await worker.orders.ok(swap_weights=swap("m", "other"))
+        await worker.orders.ok(run_call=call("m", sync(), sequence + 2))
+        expected = await scores(worker.orders, "m", sequence + 3)
+        await worker.orders.ok(deploy=restore(written))
+        await worker.orders.ok(swap_weights=swap("m"))
+        assert await go_on(worker, "m", sequence) == expected
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "absent", "state", "manifest"])

@@ -1,5 +1,6 @@
 """Generate calls that give way on a daemon with the fake engine: parked, stopped, lost with their engine, gone on."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,18 @@ from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.engine.client import EngineCall, EngineProcess
-from tests.support.worker_daemon import Cluster, call, cluster, deploy, fake_config, generate, reason, swap, sync
+from tests.support.worker_daemon import (
+    METADATA,
+    Cluster,
+    call,
+    cluster,
+    deploy,
+    fake_config,
+    generate,
+    reason,
+    swap,
+    sync,
+)
 
 BEFORE_THE_THIRD = {"function": "completion-2", "fault": "slow", "delay_s": 25}
 """Two completions of four are sampled, then it takes its time until it is asked to yield."""
@@ -162,3 +174,28 @@ async def test_asked_again_it_says_how_the_call_stands(tmp_path: Path) -> None:
         assert again.finished.result == finished.finished.result
         sequenced = await c.orders.ok(run_call=call("m1", sync(), 1, call_id="s1"))
         assert sequenced.finished.result.HasField("sync_weights")
+
+
+async def test_whoever_orders_a_call_that_runs_hears_how_it_ends(tmp_path: Path) -> None:
+    """RunOrder of a call that the stream ordered too: nobody waits for a report that went elsewhere."""
+    flag = tmp_path / "slow"
+    async with cluster(tmp_path) as c:
+        await two_models(c, flag)
+        arm(flag)
+        order = call("m1", generate(), call_id="c1")
+        order_id = await c.orders.send(run_call=order)
+        await c.orders.report(lambda report: report.order_id == order_id and report.HasField("started"))
+        again = c.orders.order(run_call=order)
+        asked = asyncio.ensure_future(run_order(c, again))
+        await c.status()  # Behind it on the same connection: by then it was taken, as good as ever.
+        given = await yielded(c, "c1")
+        answer = (await asked).report
+        assert given.HasField("yielded")
+        assert answer.call == attempt("c1")
+        assert answer.WhichOneof("event") in ("yielded", "finished")
+        ended = await run_order(c, again)
+        assert ended.report.finished.result.HasField("generate")
+
+
+async def run_order(c: Cluster, order: w.Order) -> w.RunOrderResponse:
+    return await c.stub.RunOrder(w.RunOrderRequest(order=order), metadata=METADATA)

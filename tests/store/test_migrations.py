@@ -1,6 +1,8 @@
 """The migrations make what the code's tables say, can be undone, and do not race."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -101,3 +103,16 @@ async def test_a_schema_that_does_not_match_is_refused_with_what_to_do(empty_url
         await plexrl_migrations.require_head(empty_url)
     with pytest.raises(SchemaMismatch, match="newer"):
         await plexrl_migrations.upgrade(empty_url)
+
+
+async def test_no_controller_serves_on_a_schema_that_is_not_its_own(empty_url: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    argv = ["serve", "--database-url", empty_url, "--worker-token-file", str(token), "--listen", "127.0.0.1:0"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "plexrl_controller", *argv, "--payload-url", (tmp_path / "payloads").as_uri()),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert said.decode().startswith("plexrl-controller: the database's schema is empty, this version works with")

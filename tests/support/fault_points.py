@@ -7,7 +7,7 @@ what runs is what users run. What it cannot name is what the controller never wr
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +19,11 @@ KEY = 4711
 POINTS = {
     "call accepted": ("events", "machine = 'call' AND event = 'CREATE'"),
     "call dispatched": ("events", "machine = 'call' AND event = 'DISPATCH'"),
+    "call started": ("events", "machine = 'call' AND event = 'START'"),
+    "call gave way": ("events", "machine = 'call' AND event = 'YIELD'"),
+    "call goes on": ("events", "machine = 'call' AND event = 'CONTINUE'"),
+    "cancel asked for": ("events", "machine = 'call' AND event = 'REQUEST_CANCEL'"),
+    "call cancelled": ("events", "machine = 'call' AND event = 'CANCEL'"),
     "call succeeded": ("events", "machine = 'call' AND event = 'SUCCEED'"),
     "result acknowledged": ("calls", "acknowledged"),
     "swap begun": ("intervals", "kind = 'SWAP_OUT'"),
@@ -26,8 +31,23 @@ POINTS = {
     "snapshot begun": ("snapshots", "NOT committed"),
     "snapshot committed": ("snapshots", "committed"),
     "checkpoint committed": ("checkpoints", "true"),
+    "job accepted": ("events", "machine = 'job' AND event = 'CREATE'"),
+    "job finishing": ("events", "machine = 'job' AND event = 'FINISH'"),
+    "job finished": ("events", "machine = 'job' AND event = 'RELEASED'"),
+    "model accepted": ("events", "machine = 'model' AND event = 'CREATE'"),
+    "model built": ("events", "machine = 'model' AND event = 'DEPLOYED' AND source = 'CREATING'"),
+    "model dropped": ("events", "machine = 'model' AND event = 'DROPPED'"),
+    "recovery begun": ("events", "machine = 'model' AND event = 'RECOVER'"),
+    "model restored": ("events", "machine = 'model' AND event = 'DEPLOYED' AND source = 'RECOVERING'"),
+    "worker registered": ("events", "machine = 'worker' AND event = 'REGISTER'"),
 }
 """Where each point is written: a table, and what its new row says."""
+
+PROVOKED_BY = {"recovery begun": "engine", "model restored": "worker-0", "worker registered": "worker-0"}
+"""Points that are reached only once another part was killed: the kill that counts is then the second."""
+
+PROVOKE_AGAIN_S = {"engine": 4.0, "worker-0": 30.0}
+"""An engine that held nothing of worth dies without a recovery; a worker takes a while to be there again."""
 
 _WAIT = f"""
 CREATE OR REPLACE FUNCTION wait_at_point() RETURNS trigger AS $$
@@ -114,13 +134,21 @@ class FaultDatabase:
             await self.connection.execute(trigger)
 
     @asynccontextmanager
-    async def held(self, point: str, limit_s: float = 120.0) -> AsyncIterator[HeldCommit]:
-        """Within the block, the first commit that writes the point waits. Raises TimeoutError when none comes."""
+    async def held(
+        self, point: str, strike: Callable[[str], object], limit_s: float = 240.0
+    ) -> AsyncIterator[HeldCommit]:
+        """Within the block, the first commit that writes the point waits. Where none comes by itself, `strike` kills
+        the part that brings one about, as often as it takes. Raises TimeoutError when none comes.
+        """
         await self.connection.execute("SELECT pg_advisory_lock($1)", KEY)
         await self.connection.execute("INSERT INTO fault_point VALUES ($1)", _name(point))
         try:
+            first, strike_at = PROVOKED_BY.get(point), 0.0
             async with asyncio.timeout(limit_s):
-                while (backend := await self.connection.fetchval(_HELD, KEY)) is None:  # noqa: ASYNC110
+                while (backend := await self.connection.fetchval(_HELD, KEY)) is None:
+                    if first is not None and time.monotonic() >= strike_at:
+                        strike(first)
+                        strike_at = time.monotonic() + PROVOKE_AGAIN_S[first]
                     await asyncio.sleep(0.002)
             yield HeldCommit(self, backend)
         finally:
@@ -136,7 +164,7 @@ class FaultDatabase:
             await self.connection.execute("DELETE FROM fault_point")
 
 
-_COLUMNS = ("machine", "event", "kind", "acknowledged", "committed")
+_COLUMNS = ("machine", "event", "source", "kind", "acknowledged", "committed")
 
 
 def _name(point: str) -> str:

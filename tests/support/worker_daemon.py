@@ -4,6 +4,7 @@ from __future__ import annotations  # enum ValueTypes exist for type checkers on
 
 import asyncio
 import contextlib
+import itertools
 import json
 import secrets
 import uuid
@@ -144,7 +145,7 @@ class Orders:
         self.reports: list[w.Report] = []
         self.ended = asyncio.Event()
         self.error: aio.AioRpcError | None = None
-        self._ids = iter(range(leader_term * 1000 + 1, 10**9))
+        self._ids = itertools.count(leader_term % 2**40 * 1000 + 1)
         self._arrived = asyncio.Event()
         self._stream = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=METADATA)
         self._reader = asyncio.create_task(self._read())

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from plexrl.demo import figures
 from plexrl.demo.report import Report
-from plexrl.demo.runs import JobRun, stall_for
+from plexrl.demo.runs import Stalls
 
 
 def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80) -> figures.JobFigures:
@@ -92,8 +92,11 @@ def test_the_report_has_the_keys_that_programs_read(tmp_path: Path) -> None:
     assert set(job_keys.split()) <= written["jobs"][0].keys()
 
 
-def test_stalls_are_set_for_the_share_that_is_asked() -> None:
-    probes = [JobRun("a", steps=[object()] * 3, busy_s=2.1), JobRun("b", steps=[object()] * 3, busy_s=2.7)]
-    stall_s = stall_for(probes, 0.4)
-    assert stall_s == pytest.approx(1.2)
-    assert 0.8 / (0.8 + stall_s) == pytest.approx(0.4)
+def test_stalls_follow_what_the_device_takes_and_are_the_same_again_afterwards() -> None:
+    stalls = Stalls(0.4)
+    stalls.set_next(0.8, 1)
+    assert 0.8 / (0.8 + stalls.mean_s(1)) == pytest.approx(0.4)
+    # The machine turns out to be twice as slow.
+    for steps in (1, 2, 3):
+        stalls.set_next(1.6 * steps, steps)
+    assert [stalls.mean_s(step) for step in (1, 2, 4, 9)] == pytest.approx([1.2, 2.4, 2.4, 2.4])

@@ -29,6 +29,7 @@ def test_any_tensor_is_unpacked_or_refused(dtype: int, shape: list[int], data: b
         (t.Tensor(dtype=99, shape=[1], data=b"1234"), "dtype is 99"),  # type: ignore[arg-type]
         (t.Tensor(dtype=t.DTYPE_INT32, shape=[0, 2**62, 2**62]), "not possible"),
         (t.Tensor(dtype=t.DTYPE_INT32, shape=[0] * 70), "70 axes"),
+        (t.Tensor(dtype=t.DTYPE_INT32, shape=[2**62] * 2000), "2000 axes"),
         (t.Tensor(dtype=t.DTYPE_INT32, shape=[2], data=b"1234"), "needs 8 bytes"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import worker_pb2 as w
@@ -17,7 +17,7 @@ class Attempt:
     """One execution: on its way while `outcome` is None.
 
     stop: ends it as soon as can be, for a reason. end: says now that it ended, whatever it still does. give_way: parks
-    it at its next step.
+    it at its next step. sinks: everybody who ordered it, and hears how it ends.
     """
 
     call_id: str
@@ -27,6 +27,7 @@ class Attempt:
     stop: Callable[[WorkerError], None]
     end: Callable[[WorkerError], None]
     give_way: Callable[[], None] = lambda: None
+    sinks: list[Callable[[w.Report], None]] = field(default_factory=list)
     outcome: w.OrderFinished | None = None
     outcome_bytes: int = 0
     parked: bool = False

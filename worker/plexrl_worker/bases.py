@@ -155,7 +155,7 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
         raise InvalidOrder(f"{name}: {len(text)} characters, the limit is {_MAX_CONFIG_BYTES}")
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidOrder(f"{name}: is not JSON: {error}") from error
     architectures = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import worker_pb2 as w
@@ -28,6 +28,26 @@ class HostState:
     parked: port.ParkedState
     applied_sequence: int
     weights_version: int
+
+
+class ImageLock(asyncio.Lock):
+    """A lock that tells whether anybody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = 0
+
+    async def acquire(self) -> Literal[True]:
+        self._waiting += 1
+        try:
+            return await super().acquire()
+        finally:
+            self._waiting -= 1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits."""
+        return self._waiting > 0
 
 
 @dataclass
@@ -54,7 +74,7 @@ class Deployment:
     state_lost: bool = False
     conditions: Mapping[str, str] = field(default_factory=dict)
     host_state: HostState | None = None
-    image_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    image_lock: ImageLock = field(default_factory=ImageLock)
 
     @property
     def model_id(self) -> str:
@@ -99,6 +119,8 @@ def fingerprint(order: w.DeployOrder) -> str:
 
 def check_settings(settings: m.ModelSettings) -> None:
     """Raises Unsupported for what the wire reserves and this worker does not offer."""
+    if settings.precision not in m.Precision.values():
+        raise Unsupported(f"settings.precision: {settings.precision} is none that this worker knows")
     if settings.HasField("lora") and settings.lora.rank < 1:
         raise Unsupported("settings.lora.rank: 0; want at least 1")
     if settings.world_size > 1:

@@ -11,6 +11,8 @@ from google.rpc import code_pb2, status_pb2
 from plexrl import wire
 from plexrl_worker.engine import errors as engine
 
+MAX_MESSAGE_CHARACTERS = 600
+
 
 class WorkerError(Exception):
     """Root of the worker's errors: a canonical code, a stable reason, a plain sentence and its numbers."""
@@ -219,9 +221,11 @@ class PayloadUnavailable(WorkerError):
 
 
 def to_status(error: WorkerError) -> status_pb2.Status:
-    """The error as it stands in a report."""
+    """The error as it stands in a report. A message may quote what was sent: it is cut to fit a trailer, twice."""
+    cut = len(error.message) > MAX_MESSAGE_CHARACTERS
+    message = f"{error.message[:MAX_MESSAGE_CHARACTERS]}..." if cut else error.message
     return wire.error_status(
-        wire.ErrorInfo(code=error.code, reason=error.reason, message=error.message, metadata=error.metadata)
+        wire.ErrorInfo(code=error.code, reason=error.reason, message=message, metadata=error.metadata)
     )
 
 

@@ -77,6 +77,8 @@ class ModelHost:
         self.on_unordered_change: Callable[[set[str]], None] = lambda _: None
         self._settings = settings
         self._deployments: dict[str, Deployment] = {}
+        # Of the last status that was given.
+        self.revision = 0
 
     # What is here.
 
@@ -144,8 +146,9 @@ class ModelHost:
     def status(self, model_id: str) -> r.DeploymentStatus:
         """A model as the controller hears of it. A model that is not here has no components."""
         deployment = self._deployments.get(model_id)
+        self.revision += 1
         if deployment is None:
-            return _status_of_kept(model_id, self._kept.get(model_id))
+            return _status_of_kept(model_id, self._kept.get(model_id), self.revision)
         return r.DeploymentStatus(
             model_id=model_id,
             residency=[
@@ -163,6 +166,7 @@ class ModelHost:
             host_image=deployment.state_lost and deployment.host_state is not None,
             host_image_sequence=deployment.host_state.applied_sequence if deployment.host_state else 0,
             host_image_weights_version=deployment.host_state.weights_version if deployment.host_state else 0,
+            revision=self.revision,
         )
 
     def _tier(self, model_id: str, copies: Copies) -> t.Tier.ValueType:
@@ -495,9 +499,9 @@ class ModelHost:
         )
 
 
-def _status_of_kept(model_id: str, copy: DiskCopy | None) -> r.DeploymentStatus:
+def _status_of_kept(model_id: str, copy: DiskCopy | None, revision: int) -> r.DeploymentStatus:
     """A model that is not deployed: not here, or only as what an earlier life parked."""
-    status = r.DeploymentStatus(model_id=model_id)
+    status = r.DeploymentStatus(model_id=model_id, revision=revision)
     if copy is not None:
         status.state_lost = status.host_image = True
         status.host_image_sequence = copy.facts.applied_sequence

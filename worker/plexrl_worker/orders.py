@@ -192,6 +192,8 @@ class OrderDesk:
             return
         if known is not None and not known.parked:
             known.order_id = work.order.order_id
+            if work.sink not in known.sinks:
+                known.sinks.append(work.sink)
             return
         # One that is parked goes on as a new piece of work under the same name.
         if known is None and (older := self._attempts.running(order.call.call_id)):
@@ -210,6 +212,7 @@ class OrderDesk:
             stop=lambda reason: self._stop(work, reason),
             end=lambda reason: self._end_call(work, w.OrderFinished(error=to_status(reason))),
             give_way=lambda: self._give_way(work),
+            sinks=[work.sink],
         )
         self._queue(self._device_lane, work, [order.model_id])
         self._attempts.begin(work.attempt)
@@ -240,7 +243,7 @@ class OrderDesk:
                 self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
-            work.sink(self._finished(work, outcome))
+            self._tell_all(work.attempt, self._finished(work, outcome))
 
     def _place(self, work: Work, model_id: str) -> None:
         if not model_id:
@@ -300,7 +303,11 @@ class OrderDesk:
             return
         report = self._finished(work, w.OrderFinished())
         report.yielded.CopyFrom(w.OrderYielded(done=gave_way.done, total=gave_way.total))
-        work.sink(report)
+        self._tell_all(work.attempt, report)
+
+    def _tell_all(self, attempt: Attempt, report: w.Report) -> None:
+        for sink in attempt.sinks:
+            sink(report)
 
     def _say_of(
         self,
@@ -369,12 +376,13 @@ class OrderDesk:
                 raise InvalidOrder(f"order.action: {action} has no lane")
 
     async def _run_generates(self, first: Work) -> None:
-        """Runs a generate call and those of the same model that are queued right behind it."""
-        model_id = first.order.run_call.model_id
+        """Runs a generate call and those of the same model, concurrent like it or not, that come right behind it."""
+        model_id, concurrent = first.order.run_call.model_id, first.order.run_call.concurrent
         works: dict[int, Work] = {}
 
         def wanted(work: Work) -> bool:
-            return _generates(work) and work.order.run_call.model_id == model_id and not work.after
+            run = work.order.run_call
+            return _generates(work) and (run.model_id, run.concurrent) == (model_id, concurrent) and not work.after
 
         def following() -> Execution | None:
             while (work := self._device_lane.take_if(wanted)) is not None:
@@ -396,12 +404,19 @@ class OrderDesk:
             return
         works[id(execution)] = first
         try:
-            await self._runner.run_generates(execution, following, ended)
+            if concurrent:
+                came = asyncio.Event()
+                self._device_lane.on_put = came.set
+                await self._runner.run_concurrent(execution, following, ended, came)
+            else:
+                await self._runner.run_generates(execution, following, ended)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             _log.exception("generates_failed", model_id=model_id, calls=len(works))
             failure = EngineFailed(f"a fault of the worker: {error!r}")
             for work in works.values():
                 self._end_call(work, w.OrderFinished(error=to_status(failure)))
+        finally:
+            self._device_lane.on_put = None
 
     def _due(self, work: Work) -> Execution | None:
         """The execution of a call that has neither ended nor given way while it was queued."""

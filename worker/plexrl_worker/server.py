@@ -16,6 +16,7 @@ from plexrl import wire
 from plexrl.v1 import worker_pb2, worker_pb2_grpc
 from plexrl_worker.channel import AUTHORIZATION, bearer, server_credentials
 from plexrl_worker.errors import SettingsError
+from plexrl_worker.rpc_errors import ErrorInterceptor
 from plexrl_worker.service import WeightService, WorkerService
 from plexrl_worker.settings import WorkerSettings
 
@@ -76,7 +77,8 @@ class WorkerServer:
 
     def __init__(self, settings: WorkerSettings, service: WorkerService) -> None:
         self.health = health.aio.HealthServicer()
-        self._server = aio.server(interceptors=(TokenInterceptor(settings.token),), options=wire.SERVER_OPTIONS)
+        interceptors = (TokenInterceptor(settings.token), ErrorInterceptor())
+        self._server = aio.server(interceptors=interceptors, options=wire.SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         worker_pb2_grpc.add_WeightServiceServicer_to_server(WeightService(), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)

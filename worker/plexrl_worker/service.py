@@ -1,44 +1,23 @@
-"""The worker's gRPC services: translate requests, decide nothing."""
+"""The worker's gRPC services: translate requests, decide nothing. What they raise becomes a status in `rpc_errors`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import NoReturn, Protocol
 
-import grpc
 import structlog
 from grpc import aio
 
-from plexrl import wire
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import worker_pb2 as w
 from plexrl.v1 import worker_pb2_grpc
 from plexrl_worker import tokenization
 from plexrl_worker.checkpoints import CheckpointStore, Chunk
-from plexrl_worker.errors import GRPC_CODES, InvalidOrder, StaleTerm, Unsupported, WorkerError, to_status
+from plexrl_worker.errors import StaleTerm, Unsupported
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.orders import OrderDesk
 from plexrl_worker.outbox import Outbox
 
 _log = structlog.get_logger(__name__)
-
-_STATUS_DETAILS_KEY = "grpc-status-details-bin"
-
-
-class AnyContext(Protocol):
-    """The part of a servicer's context that is used here."""
-
-    async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, bytes], ...] = ()
-    ) -> NoReturn:
-        """Ends the rpc with a status."""
-        ...
-
-
-async def abort_with(context: AnyContext, error: WorkerError) -> NoReturn:
-    """Ends an rpc with the error's status, ErrorInfo included."""
-    details = to_status(error).SerializeToString()
-    await context.abort(GRPC_CODES[error.code], error.message, ((_STATUS_DETAILS_KEY, details),))
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -69,10 +48,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
-        try:
-            self._fences.check(first.leader_term, first.worker_incarnation)
-        except WorkerError as error:
-            await abort_with(context, error)
+        self._fences.check(first.leader_term, first.worker_incarnation)
         stream = self._outbox.open(first.leader_term)
         _log.info("stream_opened", leader_term=first.leader_term)
         reader = asyncio.create_task(self._read_orders(first, request_iterator))
@@ -86,10 +62,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             stream.close()
             reader.cancel()
         refused = reader.exception() if reader.done() and not reader.cancelled() else None
-        if isinstance(refused, WorkerError):
-            await abort_with(context, refused)
+        if isinstance(refused, Exception):
+            raise refused
         if self._fences.leader_term > first.leader_term:
-            await abort_with(context, StaleTerm(f"a controller of term {self._fences.leader_term} leads now"))
+            raise StaleTerm(f"a controller of term {self._fences.leader_term} leads now")
 
     async def _read_orders(self, first: w.ExecuteRequest, frames: AsyncIterator[w.ExecuteRequest]) -> None:
         for order in first.orders:
@@ -103,10 +79,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: w.RunOrderRequest, context: "aio.ServicerContext[w.RunOrderRequest, w.RunOrderResponse]"
     ) -> w.RunOrderResponse:
         """See WorkerService in worker.proto."""
+        last = {"finished", "yielded"} if request.order.HasField("run_call") else {"finished"}
         finished: asyncio.Future[w.Report] = asyncio.get_running_loop().create_future()
 
         def hear(report: w.Report) -> None:
-            if report.WhichOneof("event") == "finished" and not finished.done():
+            if report.WhichOneof("event") in last and not finished.done():
                 finished.set_result(report)
 
         self._desk.submit(request.order, hear)
@@ -122,23 +99,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: m.TokenizeRequest, context: "aio.ServicerContext[m.TokenizeRequest, m.TokenizeResponse]"
     ) -> m.TokenizeResponse:
         """See WorkerService in worker.proto."""
-        try:
-            return await asyncio.to_thread(tokenization.tokenize, self._host.tokenizer_file(request.model_id), request)
-        except WorkerError as error:
-            await abort_with(context, error)
+        return await asyncio.to_thread(tokenization.tokenize, self._host.tokenizer_file(request.model_id), request)
 
     async def DetokenizeIds(
         self, request: m.DetokenizeRequest, context: "aio.ServicerContext[m.DetokenizeRequest, m.DetokenizeResponse]"
     ) -> m.DetokenizeResponse:
         """See WorkerService in worker.proto."""
-        try:
-            return await asyncio.to_thread(
-                tokenization.detokenize, self._host.tokenizer_file(request.model_id), request
-            )
-        except wire.WireError as error:
-            await abort_with(context, InvalidOrder(str(error)))
-        except WorkerError as error:
-            await abort_with(context, error)
+        return await asyncio.to_thread(tokenization.detokenize, self._host.tokenizer_file(request.model_id), request)
 
     async def ReadCheckpoint(
         self,
@@ -147,11 +114,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[m.FileChunk]:
         """See WorkerService in worker.proto."""
         chunks = self._checkpoints.read(request.checkpoint_id, training_state=request.training_state)
-        try:
-            while (chunk := await asyncio.to_thread(_next, chunks)) is not None:
-                yield m.FileChunk(name=chunk.name, data=chunk.data, sha256=chunk.sha256)
-        except WorkerError as error:
-            await abort_with(context, error)
+        while (chunk := await asyncio.to_thread(_next, chunks)) is not None:
+            yield m.FileChunk(name=chunk.name, data=chunk.data, sha256=chunk.sha256)
 
 
 class WeightService(worker_pb2_grpc.WeightServiceServicer):
@@ -161,7 +125,7 @@ class WeightService(worker_pb2_grpc.WeightServiceServicer):
         self, request: w.PullRequest, context: "aio.ServicerContext[w.PullRequest, w.PullResponse]"
     ) -> AsyncIterator[w.PullResponse]:
         """See WeightService in worker.proto."""
-        await abort_with(context, Unsupported("weights between workers are not offered: groups are colocated"))
+        raise Unsupported("weights between workers are not offered: groups are colocated")
         yield
 
 

@@ -7,11 +7,12 @@ Whoever chooses the ids gives each model a few of its own and uses them in turn:
 there, so that the directory does not grow. All of it blocks: call it from a thread.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from plexrl_worker.checkpoints import CheckpointFacts, CheckpointFile, Checkpoin
 from plexrl_worker.deployment import HostState
 from plexrl_worker.engine import port
 from plexrl_worker.errors import CheckpointCorrupt, ConditionsDiffer, StorageFailed
+from plexrl_worker.image_writer import ImageWriter
 
 STATE_FILE = "state.json"
 _STATE_FORMAT = 1
 _CHUNK_BYTES = 4 * 1024 * 1024
-# What is not on disk yet is flushed this often, so that no other file's fsync waits behind hundreds of megabytes.
-_FLUSH_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,22 @@ class SnapshotStore:
             pass
         return path.read_text().strip()
 
-    def write(
+    def begin(
         self,
         facts: CheckpointFacts,
         image_fd: int,
         layout: port.StateLayout,
         parked: port.ParkedState,
         conditions: Mapping[str, str],
-    ) -> CommittedCheckpoint:
-        """Writes and commits what an image holds; whoever may write the image must wait meanwhile.
+    ) -> "SnapshotWriting":
+        """Begins to write what an image holds. `image_fd` becomes the writing's, also where this fails.
 
         Raises StorageFailed, and leaves then what was there.
         """
-        copies = {copy.component: copy for copy in parked.components}
-        extents = [e for e in layout.components if not copies[e.component].is_zero]
-        self._make_room(facts, sum(extent.size_bytes for extent in extents))
-        directory = self._store.begin(facts.checkpoint_id)
         try:
-            files = [_copy_out(image_fd, extent, directory / f"{extent.component}.bin") for extent in extents]
+            copies = {copy.component: copy for copy in parked.components}
+            extents = [e for e in layout.components if not copies[e.component].is_zero]
+            self._make_room(facts, sum(extent.size_bytes for extent in extents))
             state = {
                 "format": _STATE_FORMAT,
                 "optimizer_step": parked.optimizer_step,
@@ -87,14 +85,11 @@ class SnapshotStore:
                 "conditions": dict(conditions),
                 "components": [asdict(e) | asdict(copies[e.component]) for e in layout.components],
             }
-            (directory / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
-            return self._store.commit(facts, {file.name: file for file in files}, replace=True)
-        except OSError as error:
-            self._store.abandon(facts.checkpoint_id)
-            raise StorageFailed(f"snapshot {facts.checkpoint_id} of model {facts.model_id}: {error}") from error
+            directory = self._store.begin(facts.checkpoint_id)
         except BaseException:
-            self._store.abandon(facts.checkpoint_id)
+            os.close(image_fd)
             raise
+        return SnapshotWriting(self._store, facts, state, ImageWriter(image_fd, extents, directory), directory)
 
     def restore(
         self,
@@ -150,32 +145,62 @@ class SnapshotStore:
             )
 
 
-def copy_image(source_fd: int, target_fd: int, layout: port.StateLayout, parked: port.ParkedState) -> None:
-    """Copies what is not zero of one host image into another of the same layout."""
-    zero = {copy.component for copy in parked.components if copy.is_zero}
-    for extent in layout.components:
-        if extent.component in zero:
-            continue
-        offset, end = extent.offset, extent.offset + extent.size_bytes
-        os.lseek(target_fd, offset, os.SEEK_SET)
-        while offset < end:
-            offset += os.sendfile(target_fd, source_fd, offset, end - offset)
+class SnapshotWriting:
+    """One snapshot on its way: `step` until `done`, then `commit`; or `abandon`. Made by `SnapshotStore.begin`.
 
+    Whoever may write the image must wait until it is done, or until `move_to` has returned.
+    """
 
-def _copy_out(image_fd: int, extent: port.ComponentLayout, path: Path) -> CheckpointFile:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    offset, end = extent.offset, extent.offset + extent.size_bytes
-    with path.open("wb", buffering=0) as target:
-        while offset < end:
-            piece = buffer[: os.preadv(image_fd, [buffer[: min(_CHUNK_BYTES, end - offset)]], offset)]
-            digest.update(piece)
-            written = 0
-            while written < len(piece):
-                written += target.write(piece[written:]) or 0
-            offset += len(piece)
-            if (offset - extent.offset) % _FLUSH_BYTES < _CHUNK_BYTES:
-                os.fdatasync(target.fileno())
-    return CheckpointFile(path.name, extent.size_bytes, digest.hexdigest())
+    def __init__(
+        self,
+        store: CheckpointStore,
+        facts: CheckpointFacts,
+        state: Mapping[str, Any],
+        writer: ImageWriter,
+        directory: Path,
+    ) -> None:
+        self._store = store
+        self._facts = facts
+        self._state = state
+        self._writer = writer
+        self._directory = directory
+
+    @property
+    def done(self) -> bool:
+        """Whether the image is not needed any more."""
+        return self._writer.done
+
+    def step(self) -> None:
+        """Writes the next piece, of at most 64 MiB. Raises StorageFailed."""
+        with self._storage():
+            self._writer.step()
+
+    def move_to(self, image_fd: int) -> None:
+        """Copies what is left into another image; `image_fd` becomes the writing's. Raises StorageFailed."""
+        with self._storage():
+            self._writer.move_to(image_fd)
+
+    def commit(self) -> CommittedCheckpoint:
+        """Makes it count. Raises StorageFailed, and leaves then what was there."""
+        with self._storage():
+            (self._directory / STATE_FILE).write_text(json.dumps(self._state, indent=1, sort_keys=True))
+            files = {file.name: file for file in self._writer.files}
+            committed = self._store.commit(self._facts, files, replace=True)
+        self._writer.close()
+        return committed
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self._writer.close()
+        self._store.abandon(self._facts.checkpoint_id)
+
+    @contextlib.contextmanager
+    def _storage(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            facts = self._facts
+            raise StorageFailed(f"snapshot {facts.checkpoint_id} of model {facts.model_id}: {error}") from error
 
 
 def _copy_in(path: Path, file: CheckpointFile, image_fd: int, extent: port.ComponentLayout) -> None:

@@ -1,7 +1,7 @@
 """Takes snapshots beside the calls: a copy to the host between two of them, and the write in the background.
 
-What the host image holds is written, so that a parked model needs no device at all. With host memory to spare the image
-is copied first and free again at once; else a swap of the same model waits for the write.
+What the host image holds is written, so that a parked model needs no device at all. Should a swap of the same model
+want the image meanwhile, what is left of it is copied to host memory that is to spare; with none the swap waits.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from plexrl_worker.deployment import Deployment, HostState
 from plexrl_worker.errors import StateLost
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
-from plexrl_worker.snapshots import copy_image
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -95,7 +94,7 @@ class Snapshotter:
     async def _write(
         self, deployment: Deployment, state: HostState, snapshot_id: str, image_held: contextlib.ExitStack
     ) -> CommittedCheckpoint:
-        """Writes the image; lets it go early when there is memory for a copy."""
+        """Writes the image; lets it go early when it is wanted and there is memory for a copy of the rest."""
         host, layout, parked = self._host, deployment.layout, state.parked
         assert layout is not None
         facts = CheckpointFacts(
@@ -106,28 +105,29 @@ class Snapshotter:
             weights_version=state.weights_version,
             architecture=deployment.base.architecture,
         )
-        write = host.snapshots.write
         async with host.tiers.held(deployment.model_id) as image:
-            with host.tiers.borrowed(image.size_bytes) as staging:
-                if staging is not None:
-                    source, target = os.dup(image.fd), os.dup(staging.fd)
-                    await self._in_thread(
-                        _then_close, source, _then_close, target, copy_image, source, target, layout, parked
-                    )
-                    image_held.close()
-                own = os.dup(image.fd if staging is None else staging.fd)
-                return await self._in_thread(_then_close, own, write, facts, own, layout, parked, deployment.conditions)
+            own = os.dup(image.fd)
+            writing = await self._in_thread(host.snapshots.begin, facts, own, layout, parked, deployment.conditions)
+            try:
+                with contextlib.ExitStack() as lent:
+                    staged = False
+                    while not writing.done:
+                        if deployment.image_lock.wanted and not staged:
+                            staging = lent.enter_context(host.tiers.borrowed(image.size_bytes))
+                            if staging is not None:
+                                await self._in_thread(writing.move_to, os.dup(staging.fd))
+                                image_held.close()
+                                staged = True
+                        await self._in_thread(writing.step)
+                    return await self._in_thread(writing.commit)
+            except BaseException:
+                # A step that a cancelled wait left behind comes first in the same thread.
+                with contextlib.suppress(RuntimeError):
+                    self._writer.submit(writing.abandon)
+                raise
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
-
-
-def _then_close(fd: int, work: Callable[..., T], *arguments: Any) -> T:
-    """Runs `work` with a descriptor of its own: the model may be dropped meanwhile, and its number be used again."""
-    try:
-        return work(*arguments)
-    finally:
-        os.close(fd)
 
 
 def _be_nice() -> None:

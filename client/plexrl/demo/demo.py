@@ -16,11 +16,10 @@ SEED = 0
 ALONE_STEPS = 15
 SHARED_STEPS = 38
 HOLD_STEPS = 6
-# Tools take as long as they take, whatever the device: on a slow machine fixed stalls would make another demo. So the
-# stalls are set from a few steps measured first, to keep the device busy for this share of a job's time.
-PROBE_STEPS = 3
-PROBE_STALL_S = 0.05
-BUSY_SHARE = 0.33
+FIRST_BUSY_S = 1.5
+"""Device time of a step, until one has been measured."""
+BUSY_SHARE = 0.36
+"""Of a job's time alone: what the stalls are set for. The service's own time on top makes it a little less."""
 # A model of 300k parameters has 6.0 MB of state (weights, gradients, two moments, rollout weights): one fits, not two.
 DEVICE_STATE_BYTES = 7_500_000
 KV_CACHE_BYTES = "64M"
@@ -44,7 +43,7 @@ def run(out: Path, console: Console | None = None) -> int:
         kv_cache_bytes=KV_CACHE_BYTES,
         threads=THREADS,
     )
-    total = 2 + len(runs.TASKS) * (PROBE_STEPS + ALONE_STEPS + SHARED_STEPS + HOLD_STEPS)
+    total = 2 + len(runs.TASKS) * (ALONE_STEPS + SHARED_STEPS + HOLD_STEPS)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -61,13 +60,9 @@ def run(out: Path, console: Console | None = None) -> int:
             endpoint = runs.Endpoint(local.endpoint, local.token)
             progress.update(bar, description="engines start, both jobs imitate")
             warm = runs.warm_up(endpoint, SEED, progress.console.print)
-            probes = [
-                runs.reinforce(
-                    endpoint, "probe", [name], SEED, PROBE_STEPS, warm, tell, stall_mean_s=PROBE_STALL_S
-                ).jobs[name]
-                for name in runs.TASKS
-            ]
-            stall_s = runs.stall_for(probes, BUSY_SHARE)
+            stalls = {name: runs.Stalls(BUSY_SHARE) for name in runs.TASKS}
+            for each in stalls.values():
+                each.set_next(FIRST_BUSY_S, 1)
             alone = {
                 name: runs.reinforce(
                     endpoint,
@@ -77,7 +72,8 @@ def run(out: Path, console: Console | None = None) -> int:
                     ALONE_STEPS,
                     warm,
                     tell,
-                    stall_mean_s=stall_s,
+                    stalls=stalls,
+                    set_stalls=True,
                     fingerprint_at=ALONE_STEPS,
                 )
                 for name in runs.TASKS
@@ -90,15 +86,15 @@ def run(out: Path, console: Console | None = None) -> int:
                 SHARED_STEPS,
                 warm,
                 tell,
-                stall_mean_s=stall_s,
+                stalls=stalls,
                 fingerprint_at=ALONE_STEPS,
                 evaluate=True,
             )
         with LocalCluster(replace(settings, policy="hold")) as local:
             endpoint = runs.Endpoint(local.endpoint, local.token)
-            held = runs.reinforce(endpoint, "held", runs.TASKS, SEED, HOLD_STEPS, warm, tell, stall_mean_s=stall_s)
+            held = runs.reinforce(endpoint, "held", runs.TASKS, SEED, HOLD_STEPS, warm, tell, stalls=stalls)
         progress.update(bar, completed=total, description="done")
-    report = _report(out, warm, alone, shared, held, stall_s, time.monotonic() - started)
+    report = _report(out, warm, alone, shared, held, time.monotonic() - started)
     report.write(out / "report.json")
     report.show(console)
     console.print(f"report: {out / 'report.json'} ({report.seconds:.0f} s)")
@@ -111,7 +107,6 @@ def _report(
     alone: dict[str, runs.Phase],
     shared: runs.Phase,
     held: runs.Phase,
-    stall_s: float,
     seconds: float,
 ) -> Report:
     sharing = len(runs.TASKS)
@@ -119,6 +114,7 @@ def _report(
     rows = [figures.job_figures(shared.jobs[name], alone_runs[name], sharing) for name in runs.TASKS]
     busy_share = sum(row.busy_share for row in rows) / len(rows)
     png, trace = out / "timeline.png", out / "trace.json"
+    waits_s = [step.stall_s for run in shared.jobs.values() for step in run.steps]
     mean_saving = sum(row.saving for row in rows) / len(rows)
     picture.draw_timeline(png, shared, alone, f"The gaps of one job are filled by the other: {mean_saving:.0%} saved")
     timeline.write_trace(trace, shared.intervals, shared.job_names, shared.worker_names)
@@ -128,7 +124,7 @@ def _report(
         bound_saving=figures.bound(sharing, busy_share),
         device_state_bytes=DEVICE_STATE_BYTES,
         larger_state_bytes=max(run.state_bytes for run in warm.values()),
-        stall_mean_s=stall_s,
+        stall_mean_s=sum(waits_s) / len(waits_s),
         seconds=seconds,
         timeline=png,
         trace=trace,

@@ -9,7 +9,7 @@ import importlib
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,27 @@ class Phase:
     worker_names: dict[str, str] = field(default_factory=dict)
 
 
+class Stalls:
+    """How long one job's tools take in the mean, by step; the draws around it are the job's.
+
+    Tools take as long as they take, whatever the device: on another machine fixed stalls would make another demo. So
+    they are set step by step while the job runs alone, for a share of its time that the device is busy, and are the
+    same again when it shares.
+    """
+
+    def __init__(self, busy_share: float) -> None:
+        self._busy_share = busy_share
+        self._means_s: list[float] = []
+
+    def set_next(self, busy_s: float, steps: int) -> None:
+        """The next step's, from so many seconds of device time in so many steps."""
+        self._means_s.append(busy_s / steps * (1.0 / self._busy_share - 1.0))
+
+    def mean_s(self, step: int) -> float:
+        """Of a step, counted from 1; steps beyond those that were set take the last one's."""
+        return self._means_s[min(step, len(self._means_s)) - 1]
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where the cluster is."""
@@ -105,11 +126,15 @@ def reinforce(
     warm: dict[str, JobRun],
     tell: Progress,
     *,
-    stall_mean_s: float,
+    stalls: Mapping[str, Stalls],
+    set_stalls: bool = False,
     fingerprint_at: int | None = None,
     evaluate: bool = False,
 ) -> Phase:
-    """The named jobs at once, `steps` GRPO steps each, from their warm checkpoints."""
+    """The named jobs at once, `steps` GRPO steps each, from their warm checkpoints.
+
+    set_stalls: whether each step sets the stall of the next.
+    """
 
     def work(run: JobRun, job: plexrl.Job, policy: plexrl.Model, task: Any, grpo: Any) -> None:
         policy.load_checkpoint(warm[run.name].warm_checkpoint)
@@ -118,12 +143,14 @@ def reinforce(
 
         def on_step(step: Any) -> None:
             run.steps.append(step)
+            if set_stalls:
+                stalls[run.name].set_next(job.account().busy_s - before.busy_s, step.number)
             if step.number == fingerprint_at:
                 run.fingerprints[step.number] = fingerprint(policy, f"step-{step.number}")
             tell(f"{label} {run.name}: step {step.number}/{steps}, reward {step.reward:.2f}")
 
-        settings = replace(grpo.Settings(seed=seed), steps=steps, stall_mean_s=stall_mean_s)
-        grpo.reinforce(job, policy, task, settings, on_step=on_step)
+        settings = replace(grpo.Settings(seed=seed), steps=steps)
+        grpo.reinforce(job, policy, task, settings, on_step=on_step, stall_mean_s=stalls[run.name].mean_s)
         after = job.account()
         run.busy_s = after.busy_s - before.busy_s
         run.swap_s = after.swap_s - before.swap_s
@@ -134,12 +161,6 @@ def reinforce(
 
     start = threading.Barrier(len(names))
     return _together(endpoint, label, names, seed, work, warm)
-
-
-def stall_for(probes: Sequence[JobRun], busy_share: float) -> float:
-    """Mean stall in seconds with which jobs like these keep a device busy for about `busy_share` of their time."""
-    busy_s = sum(run.busy_s for run in probes) / sum(len(run.steps) for run in probes)
-    return busy_s * (1.0 / busy_share - 1.0)
 
 
 def fingerprint(policy: plexrl.Model, label: str) -> str:

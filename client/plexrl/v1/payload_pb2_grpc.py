@@ -56,7 +56,8 @@ class PayloadServiceServicer(object):
     """
 
     def PutPayload(self, request_iterator, context):
-        """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+        """Stores bytes under their SHA-256. The first message carries size and hash. Bytes that are stored already, and
+        whole, are answered for at once: the rest of the stream need not come.
         An upload that no model uses is kept for an hour; models keep the files of their base.
         INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
         """

@@ -37,7 +37,8 @@ class PayloadServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PayloadServiceAsyncStub: ...
     PutPayload: _grpc.StreamUnaryMultiCallable[_payload_pb2.PutPayloadRequest, _payload_pb2.PutPayloadResponse]
-    """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+    """Stores bytes under their SHA-256. The first message carries size and hash. Bytes that are stored already, and
+    whole, are answered for at once: the rest of the stream need not come.
     An upload that no model uses is kept for an hour; models keep the files of their base.
     INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
     """
@@ -53,7 +54,8 @@ class PayloadServiceAsyncStub(PayloadServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutPayload: _aio.StreamUnaryMultiCallable[_payload_pb2.PutPayloadRequest, _payload_pb2.PutPayloadResponse]  # type: ignore[assignment]
-    """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+    """Stores bytes under their SHA-256. The first message carries size and hash. Bytes that are stored already, and
+    whole, are answered for at once: the rest of the stream need not come.
     An upload that no model uses is kept for an hour; models keep the files of their base.
     INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
     """
@@ -72,7 +74,8 @@ class PayloadServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_payload_pb2.PutPayloadRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_payload_pb2.PutPayloadResponse, _abc.Awaitable[_payload_pb2.PutPayloadResponse]]:
-        """Stores bytes under their SHA-256. The first message carries size and hash. Sending the same bytes again is fine.
+        """Stores bytes under their SHA-256. The first message carries size and hash. Bytes that are stored already, and
+        whole, are answered for at once: the rest of the stream need not come.
         An upload that no model uses is kept for an hour; models keep the files of their base.
         INVALID_ARGUMENT: size or hash do not match. RESOURCE_EXHAUSTED: over the tenant's quota or the disk is full.
         """

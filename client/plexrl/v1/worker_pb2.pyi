@@ -313,6 +313,7 @@ class RunCallOrder(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     THROUGH_SEQUENCE_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job."""
     model_id: _builtins.str
@@ -332,6 +333,10 @@ class RunCallOrder(_message.Message):
     through_sequence: _builtins.int
     """Replay: the sequence number that the state stands at afterwards. Above `sequence` when calls follow that changed
     nothing, which are not replayed.
+    """
+    concurrent: _builtins.bool
+    """generate: runs together with other such calls of its model that are ordered before anything else is, each of which ends
+    by itself. Same tokens as alone; log-probabilities to 1e-5 in float32. Otherwise it runs alone.
     """
     @_builtins.property
     def call(self) -> _registry_pb2.CallAttempt:
@@ -354,10 +359,11 @@ class RunCallOrder(_message.Message):
         after_sequence: _builtins.int = ...,
         replay: _builtins.bool = ...,
         through_sequence: _builtins.int = ...,
+        concurrent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "concurrent", b"concurrent", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,6 +1023,7 @@ class WorkerStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -1033,6 +1040,8 @@ class WorkerStatus(_message.Message):
     """Its version."""
     disk_used_bytes: _builtins.int
     """Bytes of parked state on disk."""
+    revision: _builtins.int
+    """A deployment in a report whose revision is not higher is not newer than this status, also where it comes later."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.WorkerCapabilities:
         """What it can do."""
@@ -1069,10 +1078,11 @@ class WorkerStatus(_message.Message):
         version: _builtins.str = ...,
         disk_used_bytes: _builtins.int = ...,
         tiers: Global___TierCounters | None = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "capabilities", b"capabilities", "deployments", b"deployments", "device_used_bytes", b"device_used_bytes", "disk_used_bytes", b"disk_used_bytes", "engines", b"engines", "host_used_bytes", b"host_used_bytes", "leader_term", b"leader_term", "name", b"name", "revision", b"revision", "tiers", b"tiers", "version", b"version", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

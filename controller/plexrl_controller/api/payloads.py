@@ -6,7 +6,7 @@ from typing import Any
 from plexrl.v1 import model_pb2, payload_pb2, payload_pb2_grpc
 from plexrl_controller.api.auth import identity
 from plexrl_controller.dispatch.core import Core
-from plexrl_controller.domain.errors import InvalidArgument, NotFound, ResourceExhausted
+from plexrl_controller.domain.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
 from plexrl_controller.domain.ids import ModelId, Tenant
 from plexrl_controller.domain.records import Payload
 from plexrl_controller.domain.states import Role
@@ -22,12 +22,15 @@ class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
     async def PutPayload(
         self, request_iterator: AsyncIterator[payload_pb2.PutPayloadRequest], context: Any
     ) -> payload_pb2.PutPayloadResponse:
-        """Stores an upload under its SHA-256."""
+        """Stores an upload under its SHA-256; what is stored already and whole is not waited for."""
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.sha256:
             raise InvalidArgument("the first message must carry size_bytes and sha256")
         if first.size_bytes > MAX_PAYLOAD_BYTES:
             raise ResourceExhausted(f"size_bytes: {first.size_bytes}, the limit is {MAX_PAYLOAD_BYTES}")
+        tenant = identity().own_tenant
+        if await self._held(tenant, Payload(first.sha256, first.size_bytes)):
+            return payload_pb2.PutPayloadResponse(payload_id=first.sha256)
 
         async def chunks() -> AsyncIterator[bytes]:
             size_bytes = len(first.data)
@@ -40,13 +43,33 @@ class PayloadService(payload_pb2_grpc.PayloadServiceServicer):
             if size_bytes != first.size_bytes:
                 raise InvalidArgument(f"{size_bytes} bytes came, want size_bytes = {first.size_bytes}")
 
-        tenant = identity().own_tenant
         payload = await self._core.payloads.put(tenant, chunks())
         if payload.sha256 != first.sha256:
             await self._core.payloads.release(tenant, payload)
             raise InvalidArgument(f"bytes with hash {payload.sha256} came, want sha256 = {first.sha256}")
         await self._core.uploads.uploaded(tenant, payload, self._core.clock.now())
         return payload_pb2.PutPayloadResponse(payload_id=payload.sha256)
+
+    async def _held(self, tenant: Tenant, payload: Payload) -> bool:
+        """Whether the tenant has the content already, unharmed; it is kept for an upload's time then.
+
+        It is read through: content that is damaged must be replaced by what the client has, not be taken for it.
+        """
+        payloads = self._core.payloads
+        if not payloads.has(tenant, payload.sha256):
+            return False
+        payloads.retain(tenant, payload)
+        try:
+            async for _ in payloads.chunks(tenant, payload):
+                pass
+        except DataLoss:
+            await payloads.release(tenant, payload)
+            return False
+        except BaseException:
+            await payloads.release(tenant, payload)
+            raise
+        await self._core.uploads.uploaded(tenant, payload, self._core.clock.now())
+        return True
 
     async def GetPayload(
         self, request: payload_pb2.GetPayloadRequest, context: Any

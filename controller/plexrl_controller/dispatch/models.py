@@ -153,7 +153,7 @@ def architecture_of(base: model_pb2.ModelBase) -> str | None:
     try:
         config = json.loads(base.init.config_json)
         names = config["architectures"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidArgument(
             "base.init.config_json: want a Hugging Face config.json with `architectures`, for example "
             f'{{"architectures": ["Qwen3ForCausalLM"], ...}}: {type(error).__name__}: {error}'

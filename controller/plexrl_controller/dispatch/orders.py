@@ -32,19 +32,12 @@ class OrderBook:
         self.term = term
         self._numbers = count((term << _TERM_BITS) + 1)
         self._models: dict[int, ModelId] = {}
-        self._swaps: set[int] = set()
         self._replays: dict[int, ReplayOrder] = {}
         self._snapshots: dict[int, Snapshot] = {}
 
     def model_of(self, order_id: int) -> ModelId | None:
         """The model of a deploy or drop order that has not been settled; asking settles it."""
         return self._models.pop(order_id, None)
-
-    def was_swap(self, order_id: int) -> bool:
-        """Whether an order that has not been settled is a residency change; asking settles it."""
-        known = order_id in self._swaps
-        self._swaps.discard(order_id)
-        return known
 
     def replay_of(self, order_id: int, *, settle: bool) -> ReplayOrder | None:
         """What a replay order was for; `settle` forgets it."""
@@ -94,7 +87,6 @@ class OrderBook:
         """Change residency."""
         order = self._order(incarnation)
         order.swap_weights.CopyFrom(worker_pb2.SwapWeightsOrder(evict_model_ids=evict, load_model_id=load or ""))
-        self._swaps.add(order.order_id)
         return order
 
     def prefetch(self, model_id: ModelId, incarnation: int) -> worker_pb2.Order:
@@ -103,14 +95,17 @@ class OrderBook:
         order.prefetch.CopyFrom(worker_pb2.PrefetchOrder(model_id=model_id, tier=types_pb2.TIER_DEVICE))
         return order
 
-    def run(self, call: Call, spec: types_pb2.CallSpec, after_sequence: int) -> worker_pb2.Order:
-        """Execute the call's current attempt."""
+    def run(
+        self, call: Call, spec: types_pb2.CallSpec, after_sequence: int, *, concurrent: bool = False
+    ) -> worker_pb2.Order:
+        """Execute the call's current attempt, together with others or alone."""
         order = self._order(call.worker_incarnation)
         # In place: a message that is built apart is copied into its order.
         run = order.run_call
         run.call.call_id, run.call.attempt = call.call_id, call.attempt
         run.job_id, run.model_id = call.job_id, call.model_id
         run.sequence, run.after_sequence, run.weights_version = call.sequence, after_sequence, call.weights_version
+        run.concurrent = concurrent
         if call.kind is CallKind.SAVE_CHECKPOINT:
             run.new_checkpoint_id = call.checkpoint_id or ""
         run.spec.CopyFrom(spec)

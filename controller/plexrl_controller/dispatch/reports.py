@@ -267,12 +267,18 @@ class ReportRecorder:
             return
         model_id = self._core.orders.model_of(report.order_id)
         error = wire.error_info(report.finished.error)
-        if self._core.orders.was_swap(report.order_id):
-            ledger.groups[worker_id].swap_failed = error is not None
+        if report.order_id in ledger.groups[worker_id].swaps:
+            swap_ended(self._core, worker_id, report.order_id, failed=error is not None)
         if model_id is None or (model := ledger.models.get(model_id)) is None:
             if error is not None:
                 log.warning("order_failed", worker=worker_id, reason=error.reason, detail=error.message)
             return
+        if model.state is ModelState.RECOVERING:
+            recovery = ledger.recoveries.get(model_id)
+            if recovery is None or recovery.order_id != report.order_id:
+                # Of an order that was sent before its stream broke, or before what it restored was lost as well.
+                log.info("deploy_superseded", model=model_id, order=report.order_id)
+                return
         ledger.deploying.pop(model_id, None)
         if model.state is ModelState.DELETING:
             batch.transition(model, ModelEvent.DROPPED)
@@ -307,6 +313,9 @@ class ReportRecorder:
         ledger = self._core.ledger
         model = ledger.models.get(ModelId(status.model_id))
         if model is None or model.worker_id != worker_id:
+            return
+        if 0 < status.revision <= ledger.groups[worker_id].status_revision:
+            # Reported before the stream opened, and heard after what the worker said then.
             return
         note_residency(self._core, worker_id, status)
         note_lost_state(self._core, batch, worker_id, status)
@@ -386,12 +395,32 @@ def note_residency(core: Core, worker_id: WorkerId, status: registry_pb2.Deploym
     """Takes over where a model's components are, as its worker says."""
     model_id = ModelId(status.model_id)
     core.ledger.residency[model_id] = tuple(_copy(component) for component in status.residency)
-    on_device = bool(status.residency) and all(c.tier == types_pb2.TIER_DEVICE for c in status.residency)
     group = core.ledger.groups[worker_id]
-    if on_device and not status.state_lost:
+    if group.swaps:
+        # It may be of before a swap that is on its way; when that has ended, what was said last is true.
+        return
+    if _is_on_device(core, model_id) and not status.state_lost:
         group.on_device.add(model_id)
     else:
         group.on_device.discard(model_id)
+
+
+def swap_ended(core: Core, worker_id: WorkerId, order_id: int, *, failed: bool) -> None:
+    """A residency change has ended, and those that were ordered before it. After the last one the device holds what the
+    worker says.
+    """
+    group = core.ledger.groups[worker_id]
+    group.swap_failed = failed
+    group.swaps = {later for later in group.swaps if later > order_id}
+    if not group.swaps:
+        here = core.ledger.models_of_worker[worker_id]
+        group.on_device = {model_id for model_id in here if _is_on_device(core, model_id)}
+
+
+def _is_on_device(core: Core, model_id: ModelId) -> bool:
+    """Whether a model's worker said last that all of it is there."""
+    residency = core.ledger.residency.get(model_id, ())
+    return bool(residency) and all(component.tier == types_pb2.TIER_DEVICE for component in residency)
 
 
 def _copy(component: model_pb2.ComponentResidency) -> model_pb2.ComponentResidency:

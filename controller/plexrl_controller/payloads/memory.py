@@ -26,6 +26,12 @@ class MemoryPayloadStore(HeldPayloads):
             found._content[key] = content
         return found
 
+    def damage(self, tenant: Tenant, payload_id: str) -> None:
+        """Flips a bit of stored content, as a disk may."""
+        key = owner_of(tenant), payload_id
+        content = self._content[key]
+        self._content[key] = bytes([content[0] ^ 1]) + content[1:]
+
     async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
         owner, received = owner_of(tenant), bytearray()
         try:

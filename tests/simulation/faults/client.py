@@ -6,17 +6,18 @@ answers is `truth`'s business.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn
 
 from google.protobuf import duration_pb2
-from google.rpc import code_pb2
 
 from plexrl import wire
-from plexrl.v1 import call_pb2, job_pb2, model_pb2, types_pb2
+from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2, types_pb2
 from plexrl_controller.domain.errors import ControllerError, NotFound, Unavailable
 from plexrl_controller.domain.ids import Tenant
-from tests.simulation.faults.truth import JobTruth, ModelTruth, Request, Truth
+from tests.simulation.faults.client_stream import ClientStream
+from tests.simulation.faults.service import JobOver, Service
+from tests.simulation.faults.truth import JobTruth, ModelTruth, Request
 
 PATIENCE_S = 6.0
 """A client that waits this long for a call looks whether its sequence has a gap."""
@@ -34,38 +35,6 @@ FUNCTIONS = {
 _ENDED = ("JOB_NOT_ACTIVE", "MODEL_NOT_ACTIVE")
 
 
-class Service(Protocol):
-    """What a client sees of the world."""
-
-    truth: Truth
-
-    async def ask(self, who: str, tenant: Tenant, service: str, method: str, request: Any, limit_s: float) -> Any:
-        """One rpc, which may get lost either way: raises Unavailable then."""
-        ...
-
-    def connect(
-        self, who: str, tenant: Tenant, requests: AsyncIterator[call_pb2.ConnectRequest], frames: "asyncio.Queue[Any]"
-    ) -> "asyncio.Task[None]":
-        """A stream whose frames go to the queue; None when it broke, the error when it was refused."""
-        ...
-
-    def watch(self, who: str, tenant: Tenant, call_id: str, frames: "asyncio.Queue[Any]") -> "asyncio.Task[None]":
-        """WatchCall, in the same way."""
-        ...
-
-    def note(self, who: str, *what: object) -> None:
-        """For the history."""
-        ...
-
-    def blame(self, what: str) -> None:
-        """A violation."""
-        ...
-
-
-class JobOver(Exception):
-    """The job has ended under its client."""
-
-
 class Client:
     """One client process after another of one job."""
 
@@ -76,13 +45,17 @@ class Client:
         self.broken: set[str] = set()
         """Models whose sequence must be resumed before it goes on."""
         self.made_version: dict[str, int] = {}
+        self.sessions: dict[str, str] = {}
+        """Open sessions by model, as far as this client knows."""
         self.last_renewal_s = 0.0
         self._seed = rng.getrandbits(16)
+        # Draws of its own, so that what else a client does is as it was before there were sessions.
+        self._session_rng = random.Random(self._seed)
         self._finishing = False
         self._numbers = 0
         self._round = 0
-        self._helpers: list[asyncio.Task[Any]] = []
-        self._stream: _Stream | None = None
+        self.helpers: list[asyncio.Task[Any]] = []
+        self._stream: ClientStream | None = None
 
     async def run(self) -> None:
         """A client process, from attaching (or creating) to the last result."""
@@ -96,9 +69,9 @@ class Client:
         except JobOver:
             await self._job_over()
         finally:
-            for helper in self._helpers:
+            for helper in self.helpers:
                 helper.cancel()
-            self._helpers.clear()
+            self.helpers.clear()
             self._stream = None
 
     # The job.
@@ -108,7 +81,7 @@ class Client:
             await self._create()
         else:
             await self._attach(self.job)
-        self._helpers.append(asyncio.ensure_future(self._heartbeat()))
+        self.helpers.append(asyncio.ensure_future(self._heartbeat()))
 
     async def _create(self) -> None:
         lease = duration_pb2.Duration(seconds=int(LEASE_S))
@@ -219,6 +192,8 @@ class Client:
         model_id = self.rng.choice(sorted(self.next))
         if model_id in self.broken:
             await self._mend(model_id)
+        if self._session_rng.random() < 0.3:
+            await self._change_session(model_id)
         functions = self.rng.choices(list(FUNCTIONS), list(FUNCTIONS.values()), k=self.rng.randint(1, 7))
         requests = []
         for function in functions:
@@ -228,7 +203,7 @@ class Client:
             requests.append(self._request(model_id, function))
         way = self._way()
         if way == "stream" and self._stream is None:
-            self._stream = _Stream(self)
+            self._stream = ClientStream(self)
         await self._send_all(requests, way)
         cancelled = [r for r in requests if r.call_id and self.rng.random() < 0.08]
         for request in cancelled:
@@ -242,6 +217,26 @@ class Client:
         if self.rng.random() < 0.75:
             await self._outcomes(requests, way)
             await self._acknowledge([r for r in requests if r.outcome is not None and self.rng.random() < 0.5])
+
+    async def _change_session(self, model_id: str) -> None:
+        """Opens a session of the model, or ends the one that it has."""
+        if (session_id := self.sessions.pop(model_id, None)) is not None:
+            close = session_pb2.CloseSessionRequest(request_id=self._id(), session_id=session_id)
+            await self._ask("SessionService", "CloseSession", close)
+            return
+        opening = session_pb2.OpenSessionRequest(
+            request_id=self._id(), model_id=model_id, max_concurrent=self._session_rng.randint(1, 4)
+        )
+        opening.grace.FromMilliseconds(self._session_rng.choice([0, 50, 2000]))
+        opening.idle_limit.seconds = self._session_rng.choice([10, 3600])
+        try:
+            session = await self._ask("SessionService", "OpenSession", opening)
+        except ControllerError as error:
+            # Those of its earlier processes may all be open.
+            if error.reason != "TOO_MANY_SESSIONS":
+                raise
+        else:
+            self.sessions[model_id] = session.session_id
 
     async def _send_all(self, requests: list[Request], way: str) -> None:
         order = list(requests)
@@ -270,6 +265,8 @@ class Client:
             spec=self._spec(model_id, function),
             timeout=timeout,
         )
+        if function == "generate" and self._session_rng.random() < 0.7:
+            message.session_id = self.sessions.get(model_id, "")
         request = Request(message, self.made_version.get(model_id, 0))
         self.job.requests[message.request_id] = request
         self.job.models[model_id].requests.append(request)
@@ -358,6 +355,8 @@ class Client:
                 pass
             case "NOT_FOUND" | "JOB_NOT_ACTIVE" | "MODEL_NOT_ACTIVE":
                 raise JobOver
+            case "SESSION_NOT_OPEN" if request.message.session_id:
+                self.sessions.pop(model_id, None)
             case "SEQUENCE_TAKEN" if self._overtaken(request):
                 pass
             case _:
@@ -490,102 +489,6 @@ class Client:
                 if ended and method != "GetJob":
                     raise JobOver from error
                 raise
-
-
-class _Stream:
-    """A client's end of Connect: opened again whenever it breaks; answers and updates are told apart."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._submits: dict[str, list[asyncio.Future[call_pb2.Call]]] = {}
-        self._changed = asyncio.Event()
-        self._requests: asyncio.Queue[call_pb2.ConnectRequest] = asyncio.Queue()
-        self._over = False
-        client._helpers.append(asyncio.ensure_future(self._keep()))
-
-    async def submit(self, request: Request) -> call_pb2.Call:
-        """The answer to a submit. Raises Unavailable when the stream breaks before it comes, JobOver."""
-        if self._over:
-            raise JobOver
-        answer: asyncio.Future[call_pb2.Call] = asyncio.get_running_loop().create_future()
-        self._submits.setdefault(request.message.request_id, []).append(answer)
-        self._requests.put_nowait(call_pb2.ConnectRequest(messages=[call_pb2.ClientMessage(submit=request.message)]))
-        return await answer
-
-    async def heard(self, limit_s: float) -> None:
-        """Waits for an update. Raises JobOver when the stream is refused for good."""
-        if self._over:
-            raise JobOver
-        try:
-            async with asyncio.timeout(max(limit_s, 0.0)):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        self._changed.clear()
-
-    async def _keep(self) -> None:
-        client = self._client
-        assert client.job is not None
-        while True:
-            frames: asyncio.Queue[Any] = asyncio.Queue()
-            requests = _after_hello(client.job.job_id, self._requests)
-            task = client.world.connect(client.name, client.tenant, requests, frames)
-            try:
-                while isinstance(frame := await frames.get(), call_pb2.ConnectResponse):
-                    for message in frame.messages:
-                        self._take(message)
-                    self._changed.set()
-                self._over = isinstance(frame, ControllerError) and frame.code in ("NOT_FOUND", "FAILED_PRECONDITION")
-                self._changed.set()
-            finally:
-                task.cancel()
-            for answers in self._submits.values():
-                for answer in answers:
-                    if not answer.done():
-                        answer.set_exception(Unavailable("the stream broke"))
-                        answer.exception()
-            self._submits.clear()
-            self._requests = asyncio.Queue()
-            await asyncio.sleep(client.rng.expovariate(1 / 0.3))
-
-    def _take(self, message: call_pb2.ServerMessage) -> None:
-        client = self._client
-        assert client.job is not None
-        match message.WhichOneof("message"):
-            case "accepted":
-                self._answer(message.accepted.request_id, message.accepted)
-            case "rejected":
-                info = wire.error_info(message.rejected.error)
-                assert info is not None
-                error = ControllerError(info.message, reason=info.reason)
-                if info.code == code_pb2.UNAVAILABLE:
-                    error = Unavailable(info.message)
-                elif info.code == code_pb2.INTERNAL:
-                    client.world.blame(f"a submit was answered with INTERNAL: {info.message}")
-                self._answer(message.rejected.request_id, error)
-            case _:
-                client.world.truth.hear(client.job, message.updated)
-
-    def _answer(self, request_id: str, answer: "call_pb2.Call | ControllerError") -> None:
-        waiting = self._submits.get(request_id)
-        if not waiting:
-            return
-        future = waiting.pop(0)
-        if future.done():
-            return
-        if isinstance(answer, ControllerError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-
-async def _after_hello(
-    job_id: str, queue: "asyncio.Queue[call_pb2.ConnectRequest]"
-) -> AsyncIterator[call_pb2.ConnectRequest]:
-    hello = call_pb2.ClientMessage(hello=call_pb2.ConnectHello(job_id=job_id))
-    yield call_pb2.ConnectRequest(messages=[hello])
-    while True:
-        yield await queue.get()
 
 
 async def _all(work: Sequence[Awaitable[None]]) -> None:

@@ -16,31 +16,8 @@ from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
+from tests.simulation.faults.deployed import STATE_BYTES, Deployed, failed, follows, result_of
 from tests.simulation.faults.state import Copy, Made, Shared, State, digest
-
-STATE_BYTES = 1000
-
-
-@dataclass
-class Deployed:
-    """A model here: its state, where it is, and the copy that would survive the engine."""
-
-    order: worker_pb2.DeployOrder
-    state: State
-    version: int
-    applied: int
-    image: Copy
-    """What the host tier holds."""
-    clean: bool = True
-    """The host tier's copy is not older than the device's."""
-    on_device: bool = False
-    lost: bool = False
-
-    def park(self) -> None:
-        """Leaves the device."""
-        if self.on_device:
-            self.on_device, self.clean = False, True
-            self.image = Copy(self.state, self.version, self.applied)
 
 
 @dataclass
@@ -97,6 +74,7 @@ class WorkerProcess:
         self.reports: deque[worker_pb2.Report] = deque()
         self.changed = asyncio.Event()
         self.engine_died = asyncio.Event()
+        self.revision = 0
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -192,6 +170,7 @@ class WorkerProcess:
             leader_term=self.term,
             deployments=[self._deployment(model_id) for model_id in self.models],
             attempts=[registry_pb2.CallAttempt(call_id=c, attempt=e.number) for c, e in self.running.items()],
+            revision=self.revision,
         )
 
     def announcement(self) -> registry_pb2.RegisterRequest:
@@ -208,6 +187,7 @@ class WorkerProcess:
                 machine_type="simulated",
                 checkpoint_store_id="shared",
                 yields=True,
+                max_concurrent_generates=64,
             ),
             life_nonce=self.nonce,
             version="0",
@@ -248,7 +228,7 @@ class WorkerProcess:
                 case _:
                     self.lane.put_nowait((order, None))
         except Refused as refused:
-            self._put(self._report(order, finished=_failed(code_pb2.FAILED_PRECONDITION, refused.reason)))
+            self._put(self._report(order, finished=failed(code_pb2.FAILED_PRECONDITION, refused.reason)))
 
     def _accept(self, order: worker_pb2.Order) -> None:
         call = order.run_call.call
@@ -301,7 +281,7 @@ class WorkerProcess:
     def _stop(self, execution: Execution) -> None:
         execution.aborted = True
         if (not execution.begun or execution.parked) and execution.outcome is None:
-            self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
+            self._end(execution, failed(code_pb2.CANCELLED, "CANCELLED"), [])
 
     def _end(self, execution: Execution, outcome: worker_pb2.OrderFinished, touched: Iterable[str]) -> None:
         if execution.outcome is not None:
@@ -333,8 +313,9 @@ class WorkerProcess:
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models.get(model_id)
+        self.revision += 1
         if held is None:
-            return registry_pb2.DeploymentStatus(model_id=model_id)
+            return registry_pb2.DeploymentStatus(model_id=model_id, revision=self.revision)
         tier = types_pb2.TIER_DEVICE if held.on_device else types_pb2.TIER_ABSENT if held.lost else types_pb2.TIER_HOST
         return registry_pb2.DeploymentStatus(
             model_id=model_id,
@@ -345,14 +326,27 @@ class WorkerProcess:
             host_image=held.lost,
             host_image_sequence=held.image.applied if held.lost else 0,
             host_image_weights_version=held.image.version if held.lost else 0,
+            revision=self.revision,
         )
 
     # The device.
 
     async def _run_lane(self) -> None:
+        together: dict[asyncio.Task[None], str] = {}
+        """Concurrent calls that run, with their model."""
         while True:
             order, execution = await self.lane.get()
+            together = {task: model_id for task, model_id in together.items() if not task.done()}
+            joins = execution is not None and order.run_call.concurrent
+            if together and not (joins and set(together.values()) == {order.run_call.model_id}):
+                await asyncio.wait(together)
             incarnation = self.incarnation
+            if joins and execution is not None:
+                if execution.outcome is None and not execution.parked:
+                    task = asyncio.ensure_future(self._run_call(order, execution))
+                    self._tasks.append(task)
+                    together[task] = order.run_call.model_id
+                continue
             if execution is not None:
                 if execution.outcome is None and not execution.parked:
                     await self._run_call(order, execution)
@@ -390,7 +384,7 @@ class WorkerProcess:
         if present is None or present.order != deploy or present.lost:
             copy = self._copy_for(deploy, present)
             if isinstance(copy, str):
-                return _failed(code_pb2.DATA_LOSS, copy), []
+                return failed(code_pb2.DATA_LOSS, copy), []
             for call_id in [c for c, e in self.finished.items() if e.order.run_call.model_id == deploy.model_id]:
                 # They had their effect on the state that goes now.
                 del self.finished[call_id]
@@ -420,9 +414,9 @@ class WorkerProcess:
     def _snapshot(self, order: worker_pb2.SnapshotOrder) -> worker_pb2.OrderFinished:
         held = self.models.get(order.model_id)
         if held is None or held.lost:
-            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED" if held is None else "STATE_LOST")
+            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED" if held is None else "STATE_LOST")
         if self.rng.random() < self.failures:
-            return _failed(code_pb2.RESOURCE_EXHAUSTED, "STORAGE_FAILED")
+            return failed(code_pb2.RESOURCE_EXHAUSTED, "STORAGE_FAILED")
         manifest = f"{digest(order.snapshot_id, held.state, held.applied):064x}"
         self.shared.snapshots[order.snapshot_id] = manifest, Copy(held.state, held.version, held.applied)
         self.note(self.name, "snapshot of", order.model_id[-4:], "at", held.applied)
@@ -445,10 +439,10 @@ class WorkerProcess:
             return worker_pb2.OrderFinished(), list(self.models)
         held = self.models.get(swap.load_model_id)
         if held is None:
-            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED"), list(self.models)
+            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED"), list(self.models)
         staying = [m for m in self.models if self.models[m].on_device and m != swap.load_model_id]
         if len(staying) + 1 > self.device_models:
-            return _failed(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"), list(self.models)
+            return failed(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"), list(self.models)
         if not held.lost:
             held.on_device = True
         return worker_pb2.OrderFinished(), list(self.models)
@@ -483,17 +477,17 @@ class WorkerProcess:
             if engine_died.is_set():
                 self.steps_left.clear()
                 touched = self._engine_gone() | {run.model_id} & set(self.models)
-                self._end(execution, _failed(code_pb2.UNAVAILABLE, "ENGINE_DIED"), touched)
+                self._end(execution, failed(code_pb2.UNAVAILABLE, "ENGINE_DIED"), touched)
                 return
             if execution.aborted and self.rng.random() < 0.7:
-                self._end(execution, _failed(code_pb2.CANCELLED, "CANCELLED"), [])
+                self._end(execution, failed(code_pb2.CANCELLED, "CANCELLED"), [])
                 return
             if execution.yielding and not execution.aborted and left > 1:
                 self.steps_left[name] = left - 1
                 self._give_way(execution)
                 return
         if self.rng.random() < self.failures:
-            self._end(execution, _failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
+            self._end(execution, failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
             return
         before = {model_id for model_id, held in self.models.items() if held.on_device}
         result = self._apply(run)
@@ -503,16 +497,16 @@ class WorkerProcess:
     def _refusal(self, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
         held, function = self.models.get(run.model_id), run.spec.WhichOneof("function")
         if held is None:
-            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED")
+            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED")
         if held.lost and function != "load_checkpoint":
-            return _failed(code_pb2.FAILED_PRECONDITION, "STATE_LOST")
+            return failed(code_pb2.FAILED_PRECONDITION, "STATE_LOST")
         if function == "generate":
             if run.weights_version != held.version:
-                return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
-        elif run.sequence <= held.applied or not _follows(run, held):
-            return _failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
+                return failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
+        elif run.sequence <= held.applied or not follows(run, held):
+            return failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
-            return _failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
+            return failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
         return None
 
     def _apply(self, run: worker_pb2.RunCallOrder) -> types_pb2.CallResult:
@@ -535,7 +529,7 @@ class WorkerProcess:
             held.version = run.sequence
         if held.state != before or function in ("sync_weights", "load_checkpoint"):
             held.clean = False
-        return _result(run, function, held, number)
+        return result_of(run, function, held, number)
 
     def _number(self, run: worker_pb2.RunCallOrder) -> int:
         call = run.call
@@ -554,41 +548,3 @@ class WorkerProcess:
         source = run.spec.load_checkpoint.checkpoint_id
         held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
         held.lost, held.on_device = False, True
-
-
-def _follows(run: worker_pb2.RunCallOrder, held: Deployed) -> bool:
-    """A lost state is loaded over whatever was applied to it, but never ahead of a call that was to come first."""
-    return run.after_sequence == held.applied or (held.lost and run.after_sequence <= held.applied)
-
-
-def _result(run: worker_pb2.RunCallOrder, function: str, held: Deployed, number: int) -> types_pb2.CallResult:
-    result, state = types_pb2.CallResult(), held.state
-    match function:
-        case "generate":
-            made = types_pb2.GenerateResult(
-                completions=wire.token_batch([[state.rollout, number]]), weights_version=held.version
-            )
-            result.generate.CopyFrom(made)
-        case "score":
-            result.score.logprobs.CopyFrom(wire.tensor([state.train, number], "float32"))
-        case "forward_backward":
-            result.forward_backward.loss, result.forward_backward.kl = state.train, number
-        case "optim_step":
-            result.optim_step.grad_norm = state.train * 2.0**28 + number
-            result.optim_step.step = state.step
-        case "sync_weights":
-            result.sync_weights.weights_version = run.sequence
-        case "save_checkpoint":
-            saved = result.save_checkpoint.checkpoint
-            saved.checkpoint_id, saved.label = run.new_checkpoint_id, run.spec.save_checkpoint.label
-            saved.manifest_sha256, saved.step, saved.sequence = "0" * 64, state.step, run.sequence
-        case "load_checkpoint":
-            result.load_checkpoint.weights_version, result.load_checkpoint.step = run.sequence, state.step
-        case _:
-            raise AssertionError(f"no result of {function}")
-    return result
-
-
-def _failed(code: int, reason: str, **metadata: str) -> worker_pb2.OrderFinished:
-    info = wire.ErrorInfo(code, reason, f"the worker says {reason}", metadata)
-    return worker_pb2.OrderFinished(error=wire.error_status(info))

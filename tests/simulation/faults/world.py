@@ -19,15 +19,17 @@ from plexrl.v1 import call_pb2, job_pb2, model_pb2
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.yielding import ask_to_yield
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
-from plexrl_controller.domain.ids import CallId, ModelId, Tenant
+from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.scheduling.policy import Policy
 from tests.simulation.faults import virtual_time
 from tests.simulation.faults.client import LEASE_S, Client
 from tests.simulation.faults.controller import LIFE, ControllerLife
+from tests.simulation.faults.diagnosis import who_waits
 from tests.simulation.faults.state import Shared
-from tests.simulation.faults.store import Database, Moment
-from tests.simulation.faults.truth import Request, Truth
+from tests.simulation.faults.store import Database
+from tests.simulation.faults.strikes import Cut, strike
+from tests.simulation.faults.truth import Truth
 from tests.simulation.faults.worker import WorkerProcess
 
 CALM_LIMIT_S = 900.0
@@ -64,38 +66,31 @@ class Verdict:
         return sha256("\n".join(self.history).encode()).hexdigest()
 
 
-@dataclass
-class Cut:
-    """When a part's messages do not arrive."""
-
-    until_s: float = 0.0
-
-
 class World:
     """Everything that runs. Implements the clients' Service and the controllers' Network."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.rng = self._stream("network")
+        self.rng = self.chance_of("network")
         self.violations: list[str] = []
         self.history: list[str] = []
         self.faults: list[str] = []
         self.calm = False
-        self.database = Database(self._stream("store"))
+        self.database = Database(self.chance_of("store"))
         self.payloads = MemoryPayloadStore()
         self.shared = Shared()
         self.truth = Truth(self.shared, self.blame)
         self.lives: list[ControllerLife] = []
-        chance = self._stream("plan")
+        chance = self.chance_of("plan")
         self.workers = [
-            WorkerProcess(f"w{i}", f"10.0.0.{i}:1", self.shared, self._stream(f"w{i}"), self.note)
+            WorkerProcess(f"w{i}", f"10.0.0.{i}:1", self.shared, self.chance_of(f"w{i}"), self.note)
             for i in range(chance.randint(1, 3))
         ]
         for worker in self.workers:
             worker.device_models, worker.failures = chance.choice([1, 1, 2]), chance.choice([0.0, 0.02])
         rounds = chance.randint(3, 8) if plan.rounds is None else plan.rounds
         self.clients = [
-            Client(self, f"job{i}", Tenant("ab"[i % 2]), self._stream(f"job{i}"), rounds)
+            Client(self, f"job{i}", Tenant("ab"[i % 2]), self.chance_of(f"job{i}"), rounds)
             for i in range(chance.randint(1, 3))
         ]
         self.fault_count = chance.randint(0, 10) if plan.faults is None else min(plan.faults, chance.randint(0, 10))
@@ -107,9 +102,10 @@ class World:
         self.policy = chance.choice([Policy(), *[Policy(quantum_s=0.01, chunk_s=0.02, starvation_bound_s=0.03)] * 2])
         self.cuts: dict[str, Cut] = {}
         self._background: list[asyncio.Task[None]] = []
-        self._client_tasks: dict[str, asyncio.Task[None]] = {}
+        self.client_tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _stream(self, name: str) -> random.Random:
+    def chance_of(self, name: str) -> random.Random:
+        """A part's own random stream."""
         return random.Random(f"{self.plan.seed}/{name}")
 
     # What clients and controllers see.
@@ -140,7 +136,7 @@ class World:
     ) -> Any:
         """One rpc. Raises Unavailable when nothing is known of it."""
         await self.lag()
-        life = self._leader()
+        life = self.leader()
         if life is None or self._lost(who):
             raise Unavailable("no controller answers")
         sent = type(request).FromString(request.SerializeToString())
@@ -178,7 +174,7 @@ class World:
     ) -> "asyncio.Task[None]":
         async def carry() -> None:
             await self.lag()
-            life = self._leader()
+            life = self.leader()
             if life is None or self._cut(who):
                 frames.put_nowait(None)
                 return
@@ -206,7 +202,7 @@ class World:
 
         return asyncio.ensure_future(carry())
 
-    def _leader(self) -> ControllerLife | None:
+    def leader(self) -> ControllerLife | None:
         """The newest; one that was replaced still runs for a while, but nobody new is sent to it."""
         return self.lives[-1] if self.lives and self.lives[-1].serving else None
 
@@ -225,26 +221,27 @@ class World:
         loop.set_task_factory(_task_of_a_life)
         loop.set_exception_handler(self._task_failed)
         started_s = loop.time()
-        await self._start_controller()
+        await self.start_controller()
         for worker in self.workers:
-            self._start_worker(worker)
+            self.start_worker(worker)
         for client in self.clients:
             self._start_client(client)
         strangers = asyncio.ensure_future(self._strangers())
         yields = asyncio.ensure_future(self._yields())
-        await self._strike()
+        await strike(self)
         self._heal()
         try:
             async with asyncio.timeout(CALM_LIMIT_S):
-                while not all(task.done() for task in self._client_tasks.values()):
+                while not all(task.done() for task in self.client_tasks.values()):
                     await asyncio.wait(
-                        [t for t in self._client_tasks.values() if not t.done()], return_when=asyncio.FIRST_COMPLETED
+                        [t for t in self.client_tasks.values() if not t.done()], return_when=asyncio.FIRST_COMPLETED
                     )
         except TimeoutError:
-            self._hung()
+            for line in who_waits(self):
+                self.blame(line)
         strangers.cancel()
         yields.cancel()
-        for task in self._client_tasks.values():
+        for task in self.client_tasks.values():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self.blame(f"a client failed: {error!r}")
         if not self.violations:
@@ -266,7 +263,8 @@ class World:
         if not isinstance(context.get("exception"), LeadershipLost | Unavailable):
             self.blame(f"{context.get('message')}: {context.get('exception')!r} in {context.get('future')!r}")
 
-    async def _start_controller(self) -> None:
+    async def start_controller(self) -> None:
+        """Another controller process; returns when it leads, or died before."""
         life = ControllerLife(len(self.lives) + 1, self.database, self, self.note)
         self.lives.append(life)
         # In a context of its own: everything that it starts is of this life.
@@ -279,18 +277,20 @@ class World:
         if starting in done and not starting.cancelled():
             starting.result()
 
-    def _start_worker(self, worker: WorkerProcess) -> None:
+    def start_worker(self, worker: WorkerProcess) -> None:
+        """Its process, if it does not run."""
         if not worker.alive:
-            worker.start(self._spawn)
-            self._spawn(self._register(worker, worker.nonce), name=f"registration-{worker.name}")
+            worker.start(self.spawn)
+            self.spawn(self._register(worker, worker.nonce), name=f"registration-{worker.name}")
 
-    def _spawn(self, work: Any, name: str = "") -> "asyncio.Task[None]":
+    def spawn(self, work: Any, name: str = "") -> "asyncio.Task[None]":
+        """Something that goes on beside the rest, until the world ends."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._background.append(task)
         return task
 
     def _start_client(self, client: Client) -> None:
-        self._client_tasks[client.name] = asyncio.ensure_future(client.run())
+        self.client_tasks[client.name] = asyncio.ensure_future(client.run())
 
     async def _register(self, worker: WorkerProcess, first_nonce: int) -> None:
         """As the daemon: registers, renews, and begins a new life when told that this one is over."""
@@ -327,7 +327,7 @@ class World:
 
     async def _strangers(self) -> None:
         """Another tenant tries what it may not: it must find nothing."""
-        rng = self._stream("strangers")
+        rng = self.chance_of("strangers")
         while True:
             await asyncio.sleep(rng.expovariate(1 / 5.0))
             jobs = [job for job in self.truth.jobs if job.requests and job.models]
@@ -364,141 +364,15 @@ class World:
 
     async def _yields(self) -> None:
         """In half of the runs calls are asked to give way all the time, and not only when the policy wants it."""
-        chance = self._stream("yields")
+        chance = self.chance_of("yields")
         often = chance.random() < 0.5
         while often:
             await asyncio.sleep(chance.expovariate(1 / 0.1))
-            if (life := self._leader()) is None:
+            if (life := self.leader()) is None:
                 continue
             for worker_id, group in life.core.ledger.groups.items():
                 if group.connected and not group.yielding:
                     ask_to_yield(life.core, worker_id)
-
-    async def _strike(self) -> None:
-        chance = self._stream("faults")
-        await asyncio.sleep(1.0)
-        for _ in range(self.fault_count):
-            await asyncio.sleep(chance.expovariate(1 / 1.5))
-            if all(task.done() for task in self._client_tasks.values()):
-                return
-            await self._fault(chance)
-        await asyncio.sleep(chance.uniform(0.0, 3.0))
-
-    async def _fault(self, chance: random.Random) -> None:
-        kinds = {
-            "controller dies": 3,
-            "controller dies in a commit": 5,
-            "controller is replaced": 2,
-            "worker dies": 4,
-            "engine dies": 4,
-            "stream breaks": 5,
-            "stream is cut": 2,
-            "worker is cut off": 2,
-            "client dies": 3,
-            "client is cut off": 2,
-            "commits fail": 3,
-            "store stalls": 2,
-            "snapshots are damaged": 2,
-        }
-        kind = chance.choices(list(kinds), list(kinds.values()))[0]
-        worker, client = chance.choice(self.workers), chance.choice(self.clients)
-        for_s = chance.choice([0.1, 1.0, 4.0, 15.0])
-        now_s = asyncio.get_running_loop().time()
-        moment = chance.choice(list(Moment))
-        self.faults.append(kind)
-        self.note("FAULT", kind, worker.name, client.name, for_s, moment.name)
-        match kind:
-            case "controller dies":
-                await self._kill_controller(for_s)
-            case "controller dies in a commit":
-                self.database.kill = chance.randint(1, 6), moment
-                life = self._leader()
-                if life is not None:
-                    self._spawn(self._restart_when_dead(life, for_s))
-            case "controller is replaced":
-                # The old one still runs and does not know: its commits and orders must be refused.
-                old = self._leader()
-                if chance.random() < 0.5 and self.workers:
-                    self.cuts["old"] = Cut(now_s)
-                await self._start_controller()
-                if old is not None:
-                    self._spawn(self._end_later(old, for_s))
-            case "worker dies":
-                self._kill_worker(worker, for_s, chance)
-            case "engine dies":
-                worker.kill_engine()
-            case "stream breaks":
-                worker.break_stream()
-            case "stream is cut":
-                self.cuts[f"{worker.name}/stream"] = Cut(now_s + for_s)
-                worker.break_stream()
-            case "worker is cut off":
-                for way in ("registry", "stream"):
-                    self.cuts[f"{worker.name}/{way}"] = Cut(now_s + for_s)
-                worker.break_stream()
-            case "client dies":
-                await self._kill_client(client, for_s)
-            case "client is cut off":
-                self.cuts[client.name] = Cut(now_s + for_s * 2)
-            case "commits fail":
-                self.database.failures = [moment] * chance.randint(1, 4)
-            case "snapshots are damaged":
-                self._damage(chance)
-            case "store stalls":
-                self.database.stalled_until_s = now_s + for_s
-            case _:
-                raise AssertionError(kind)
-
-    def _damage(self, chance: random.Random) -> None:
-        """Flips bits in the newest snapshot of a model: its manifest is another then."""
-        if self.shared.snapshots:
-            snapshot_id = chance.choice(list(self.shared.snapshots))
-            self.shared.snapshots[snapshot_id] = "damaged", self.shared.snapshots[snapshot_id][1]
-
-    async def _kill_controller(self, for_s: float) -> None:
-        life = self._leader()
-        if life is not None:
-            life.kill()
-            self._spawn(self._restart_when_dead(life, for_s))
-
-    async def _restart_when_dead(self, life: ControllerLife, after_s: float) -> None:
-        await life.dead.wait()
-        await asyncio.sleep(after_s)
-        if self._leader() is None:
-            await self._start_controller()
-
-    async def _end_later(self, life: ControllerLife, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        life.kill()
-
-    def _kill_worker(self, worker: WorkerProcess, for_s: float, chance: random.Random) -> None:
-        if not worker.alive:
-            return
-        worker.kill()
-        others = [w for w in self.workers if not w.alive and w is not worker]
-        if others and chance.random() < 0.5:
-            # Ports are given to whoever comes first.
-            other = chance.choice(others)
-            worker.address, other.address = other.address, worker.address
-        self._spawn(self._restart_worker(worker, for_s))
-
-    async def _restart_worker(self, worker: WorkerProcess, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        self._start_worker(worker)
-
-    async def _kill_client(self, client: Client, for_s: float) -> None:
-        task = self._client_tasks[client.name]
-        if task.done():
-            return
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            return
-        self._client_tasks[client.name] = asyncio.ensure_future(self._restart_client(client, for_s))
-
-    async def _restart_client(self, client: Client, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        await client.run()
 
     def _heal(self) -> None:
         """Nothing fails from now on, and what is dead comes back."""
@@ -510,43 +384,15 @@ class World:
         self.database.stalled_until_s = 0.0
         for worker in self.workers:
             worker.failures = 0.0
-            self._start_worker(worker)
-        if self._leader() is None:
-            self._spawn(self._start_controller())
-
-    def _hung(self) -> None:
-        """Says who waits for what."""
-        life = self._leader()
-        for client in self.clients:
-            if self._client_tasks[client.name].done():
-                continue
-            self.blame(f"client {client.name} hangs in {_waits_in(self._client_tasks[client.name])}")
-            for request in client.job.requests.values() if client.job else ():
-                if request.call_id and request.outcome is None:
-                    self.blame(f"{request.name} hangs: {self._where(life, request)}")
-
-    def _where(self, life: ControllerLife | None, request: Request) -> str:
-        """What the controller knows of a call."""
-        if life is None:
-            return "there is no controller"
-        ledger = life.core.ledger
-        call = ledger.calls.get(CallId(request.call_id))
-        model = ledger.models.get(ModelId(request.message.model_id))
-        if call is None or model is None:
-            return f"call {call}, model {model}"
-        worker = ledger.workers.get(model.worker_id) if model.worker_id else None
-        return (
-            f"{call.state.name} {call.reason.name} attempt {call.attempt}, revision {call.revision}; model "
-            f"{model.state.name}, due {model.due_sequence}, applied {model.applied_sequence}, failed "
-            f"{model.failed_sequence}, version {model.weights_version}; worker {worker and worker.state.name}, "
-            f"{worker and ledger.groups[worker.worker_id]}"
-        )
+            self.start_worker(worker)
+        if self.leader() is None:
+            self.spawn(self.start_controller())
 
     async def _after(self) -> None:
         """The state of the cluster when everybody has gone."""
         self.truth.check()
         await asyncio.sleep(LEASE_S + 12.0)
-        life = self._leader()
+        life = self.leader()
         assert life is not None
         # Jobs without a client have expired by now.
         for worker in self.workers:
@@ -561,9 +407,9 @@ class World:
     async def _stop(self) -> None:
         for life in self.lives:
             life.kill()
-        for task in [*self._background, *self._client_tasks.values()]:
+        for task in [*self._background, *self.client_tasks.values()]:
             task.cancel()
-        await asyncio.gather(*self._background, *self._client_tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._background, *self.client_tasks.values(), return_exceptions=True)
 
 
 def _task_of_a_life(
@@ -578,16 +424,6 @@ def _task_of_a_life(
         if life.dead.is_set():
             task.cancel()
     return task
-
-
-def _waits_in(task: "asyncio.Task[Any]") -> str:
-    """The chain of awaits of a task that goes on no more."""
-    names: list[str] = []
-    step: Any = task.get_coro()
-    while hasattr(step, "cr_frame"):
-        names.append(f"{step.cr_code.co_name}:{step.cr_frame.f_lineno}" if step.cr_frame else "ended")
-        step = step.cr_await
-    return " > ".join(names)
 
 
 def run(plan: Plan) -> Verdict:

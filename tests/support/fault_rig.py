@@ -1,0 +1,216 @@
+"""A cluster of real processes under two clients, which is struck at named points of its commits.
+
+Knows no test: which part is killed where, and how often, is the caller's business.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plexrl_controller.embedded.cluster import LocalCluster
+from plexrl_controller.embedded.postgres import EmbeddedPostgres
+from plexrl_controller.embedded.process import EmbeddedError
+from plexrl_controller.embedded.settings import ClusterSettings
+from tests.support.fault_points import POINTS, FaultDatabase, Moment
+
+PARTS = ("client", "controller", "worker-0", "engine", "postgres")
+RECOVERY_LIMIT_S = 240.0
+"""Longer is a hang."""
+PAUSE_S = 0.1
+"""Between two steps of the disturbed run: what is repeated undisturbed must not be long."""
+GUEST_PAUSE_S = 0.5
+STEPS = 1_000_000
+JOB = "matrix"
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One cell of the matrix."""
+
+    point: str
+    part: str
+    moment: Moment
+
+    def __str__(self) -> str:
+        return f"{self.point}, {self.part}, {self.moment.value}"
+
+
+def cells() -> list[Kill]:
+    """Every point, part and moment. A commit can only land without the process that asked for it."""
+    return [
+        Kill(point, part, moment)
+        for point in POINTS
+        for part in PARTS
+        for moment in Moment
+        if moment is not Moment.UNDONE or part == "controller"
+        if moment is not Moment.LANDS or part != "postgres"
+    ]
+
+
+class History:
+    """The lines that a client writes, one for everything whole that it heard."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._heard: list[dict[str, Any]] = []
+        self._read_bytes = 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the client heard; a line that its death cut off was not heard."""
+        if self.file.exists():
+            with self.file.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            self._read_bytes += len(whole) + bool(whole)
+            self._heard += [json.loads(line) for line in whole.split(b"\n") if line.startswith(b"{")]
+        return self._heard
+
+
+@dataclass
+class Rig:
+    """A cluster, its database with points, and the client processes under it."""
+
+    local: LocalCluster
+    database: FaultDatabase
+    folder: Path
+    clients: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trained = History(self.folder / "history.jsonl")
+        self.visits = History(self.folder / "guest.jsonl")
+
+    def start_clients(self) -> None:
+        """Both, each where it was."""
+        self._start("fault_client", JOB, self.trained.file, STEPS, PAUSE_S)
+        self._start("fault_guest", self.visits.file, GUEST_PAUSE_S)
+
+    def _start(self, module: str, *arguments: object) -> None:
+        address = (self.local.endpoint, str(self.local.folder.token_file))
+        with (self.folder / f"{module}.log").open("ab") as log:
+            self.clients.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", f"tests.support.{module}", *address, *map(str, arguments)],
+                    cwd=ROOT, stdout=log, stderr=log,
+                )
+            )  # fmt: skip
+
+    def stop_clients(self) -> None:
+        """Kill -9."""
+        clients, self.clients = self.clients, []
+        for client in clients:
+            client.kill()
+        for client in clients:
+            client.wait()
+
+    async def progress(self, steps: int, visits: int, limit_s: float = RECOVERY_LIMIT_S) -> None:
+        """Waits until the clients heard of so much more. Raises when one ended, or hangs."""
+        steps += len(self.trained.lines())
+        visits += len(self.visits.lines())
+        deadline = time.monotonic() + limit_s
+        while len(self.trained.lines()) < steps or len(self.visits.lines()) < visits:
+            ended = [client for client in self.clients if client.poll() is not None]
+            assert not ended, "\n".join(log.read_text()[-2000:] for log in self.folder.glob("fault_*.log"))
+            here = f"{len(self.trained.lines())} of {steps} steps and {len(self.visits.lines())} of {visits} visits"
+            assert time.monotonic() < deadline, f"{here} within {limit_s:.0f} s"
+            await asyncio.sleep(0.02)
+
+    async def kill(self, kill: Kill) -> float:
+        """Kills at the point, and waits until the clients go on. Returns the seconds that this took."""
+        async with self.database.held(kill.point, self._strike) as commit:
+            if kill.moment is Moment.AFTER:
+                await commit.let_land()
+                began = self._strike(kill.part)
+            else:
+                began = self._strike(kill.part)
+                if kill.moment is Moment.UNDONE:
+                    await commit.undo()
+        if kill.part == "client":
+            self.start_clients()
+        await self.progress(steps=4, visits=1)
+        return time.monotonic() - began
+
+    def _strike(self, part: str) -> float:
+        began = time.monotonic()
+        match part:
+            case "client":
+                self.stop_clients()
+            case "engine":
+                with suppress(EmbeddedError):  # that its worker is not there now
+                    for pid in self.local.engine_pids("worker-0"):
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+            case _:
+                with suppress(EmbeddedError):  # that it is not there now: it is still starting after the last kill
+                    self.local.kill(part)
+        return began
+
+
+@asynccontextmanager
+async def rig(folder: Path) -> AsyncIterator[Rig]:
+    """A fresh cluster, with both clients at work."""
+    settings = ClusterSettings(
+        data_dir=folder / "plexrl",
+        engine="fake",
+        workers=1,
+        threads=1,
+        device_state_bytes="24K",
+        kv_cache_bytes="1M",
+        # What is timed is how long the parts take, not how patient their supervisor is with one that dies often.
+        restart_delay_s=0.0,
+        controller_flags=("--snapshot-replay-s", "0.02", "--chunk-s", "0.1"),
+    )
+    async with LocalCluster(settings) as local:
+        postgres = EmbeddedPostgres(local.folder.postgres)
+        database = FaultDatabase(str(postgres.socket_folder), "plexrl")
+        await database.connect()
+        await database.install()
+        made = Rig(local, database, folder)
+        made.start_clients()
+        try:
+            await made.progress(steps=2, visits=1)
+            yield made
+        finally:
+            made.stop_clients()
+            database.close()
+
+
+def table(recovered_s: dict[Kill, float], failed: dict[Kill, str]) -> str:
+    """Point by part: seconds until the clients went on, killed before the commit (undone / landing) / after it."""
+    lines = [f"{'':22}" + "".join(f"{part:>24}" for part in PARTS)]
+    for point in POINTS:
+        row = f"{point:22}"
+        for part in PARTS:
+            row += f"{' / '.join(_cell(Kill(point, part, moment), recovered_s, failed) for moment in Moment):>24}"
+        lines.append(row)
+    return "\n".join(lines)
+
+
+def _cell(kill: Kill, recovered_s: dict[Kill, float], failed: dict[Kill, str]) -> str:
+    if kill in failed:
+        return "FAILED"
+    return f"{recovered_s[kill]:.1f}" if kill in recovered_s else "-"
+
+
+def summary(recovered_s: dict[Kill, float], failed: dict[Kill, str]) -> str:
+    """How many, and how long a kill of each part cost."""
+    lines = [f"{len(recovered_s)} cells CHECKED, {len(failed)} failed"]
+    for part in PARTS:
+        seconds = sorted(s for kill, s in recovered_s.items() if kill.part == part)
+        if seconds:
+            middle, late = _at(seconds, 0.5), _at(seconds, 0.95)
+            lines.append(f"{part:>12}: median {middle:.1f} s, p95 {late:.1f} s, most {seconds[-1]:.1f} s")
+    return "\n".join([*lines, *(f"FAILED {kill}: {why}" for kill, why in failed.items())])
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
