@@ -91,13 +91,17 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 def session_room(ledger: Ledger, model: Model, session: Session) -> int:
     """How many more of a session's calls its worker may be given now."""
-    worker = ledger.workers.get(model.worker_id) if model.worker_id is not None else None
-    offered = capabilities_of(worker).max_concurrent_generates if worker is not None else 0
     # Sessions of one model share what its worker runs together.
     sharing = ledger.open_sessions(session.model_id)
     running = sum(len(ledger.session_facts[each.session_id].in_flight) for each in sharing)
     own = len(ledger.session_facts[session.session_id].in_flight)
-    return min(session.max_concurrent - own, max(1, offered) - running)
+    return min(session.max_concurrent - own, _offered(ledger, model) - running)
+
+
+def _offered(ledger: Ledger, model: Model) -> int:
+    """How many generates the model's worker runs together."""
+    worker = ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+    return max(1, capabilities_of(worker).max_concurrent_generates) if worker is not None else 1
 
 
 def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
@@ -159,7 +163,10 @@ def _session_full(ledger: Ledger, call: Call, model: Model) -> Blocked | None:
     if session is None or session_room(ledger, model, session) > 0:
         return None
     running = tuple(ledger.session_facts[session.session_id].in_flight)
-    text = f"{len(running)} calls of its session are with the engine; the session may have {session.max_concurrent}"
+    text = (
+        f"{len(running)} calls of its session are with the engine; the session may have {session.max_concurrent}, and "
+        f"its worker runs {_offered(ledger, model)} together"
+    )
     return Blocked(CallReason.SESSION_FULL, text, running[:16])
 
 
