@@ -109,7 +109,7 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 
 .PHONY: faults
 faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (40 minutes)
-	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest -q -s -m fault tests/fault
+	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) PLEXRL_FAULT_CELLS=$(or $(CELLS),:) $(BIN)/python -m pytest -q -s -m fault tests/fault
 
 .PHONY: bench-decisions
 bench-decisions: $(INSTALLED) ## time scheduling decisions up to 10,000 GPUs (half a minute)

@@ -37,6 +37,7 @@ from plexrl.errors import (
     PredecessorFailed,
     RequestIdReused,
     ResourceExhausted,
+    SessionEnded,
     StateLost,
     Unauthenticated,
     Unavailable,
@@ -55,6 +56,7 @@ from plexrl.results import (
     Scores,
     SyncWeights,
 )
+from plexrl.session import Session
 
 __all__ = [
     "BASE",
@@ -94,6 +96,8 @@ __all__ = [
     "RequestIdReused",
     "ResourceExhausted",
     "Scores",
+    "Session",
+    "SessionEnded",
     "StateLost",
     "SyncWeights",
     "TrainingBatch",

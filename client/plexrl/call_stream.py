@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -22,6 +22,7 @@ from plexrl.futures import CallFuture, Outcome
 from plexrl.results import Result, decode
 from plexrl.sequence import SequenceCounter
 from plexrl.v1 import call_pb2 as c
+from plexrl.v1 import session_pb2 as s
 from plexrl.v1 import types_pb2 as t
 from plexrl.wire import WireError
 
@@ -122,6 +123,7 @@ class CallStream:
         self._request_numbers = itertools.count(1)
         self._acked: OrderedDict[str, None] = OrderedDict()
         self._dropped: deque[TrackedCall] = deque()
+        self._session_listeners: dict[str, Callable[[s.Session], None]] = {}
         self._generation = 0
         self._rpc: grpc.Call | None = None
         self._ended: errors.PlexRLError | None = None
@@ -143,6 +145,11 @@ class CallStream:
         """The counter of a model's sequence, made when first asked for."""
         with self._lock:
             return self._counters.setdefault(model_id, SequenceCounter(next_number))
+
+    def watch_session(self, session_id: str, listener: Callable[[s.Session], None]) -> None:
+        """Has `listener` told of a session's changes, in the stream's thread, until it has ended."""
+        with self._lock:
+            self._session_listeners[session_id] = listener
 
     def submit(self, request: c.SubmitCallRequest, *, sequenced: bool) -> CallFuture[Result]:
         """Numbers a call if it is sequenced, and sends it. `request` lacks request_id and sequence.
@@ -285,6 +292,7 @@ class CallStream:
             yield frame
 
     def _receive(self, frame: c.ConnectResponse) -> None:
+        changed: list[s.Session] = []
         with self._lock:
             for message in frame.messages:
                 kind = message.WhichOneof("message")
@@ -294,8 +302,23 @@ class CallStream:
                     self._update(message.updated, accepted=False)
                 elif kind == "rejected":
                     self._reject(message.rejected)
+                elif kind == "session":
+                    changed.append(message.session)
             woken, self._to_wake = self._to_wake, []
         _resolve(woken)
+        for session in changed:
+            self._tell(session)
+
+    def _tell(self, session: s.Session) -> None:
+        with self._lock:
+            over = session.state != s.SESSION_STATE_OPEN
+            listeners = self._session_listeners
+            listener = listeners.pop(session.session_id, None) if over else listeners.get(session.session_id)
+        if listener is not None:
+            try:
+                listener(session)
+            except Exception:
+                log.exception("what listens to session %s raised", session.session_id)
 
     def _update(self, call: c.Call, *, accepted: bool) -> None:
         tracked = self._calls.get(call.request_id)

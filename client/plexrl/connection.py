@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from plexrl import errors
-from plexrl.v1 import admin_pb2_grpc, call_pb2_grpc, job_pb2_grpc, model_pb2_grpc, payload_pb2_grpc
+from plexrl.v1 import admin_pb2_grpc, call_pb2_grpc, job_pb2_grpc, model_pb2_grpc, payload_pb2_grpc, session_pb2_grpc
 from plexrl.wire import CHANNEL_OPTIONS
 
 log = logging.getLogger("plexrl")
@@ -146,6 +146,7 @@ class Connection:
         self.jobs = job_pb2_grpc.JobServiceStub(self._channel)
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.calls = call_pb2_grpc.CallServiceStub(self._channel)
+        self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self.payloads = payload_pb2_grpc.PayloadServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
 

@@ -126,6 +126,12 @@ class ModelEnded(FailedPrecondition):
     default_reason = "MODEL_NOT_ACTIVE"
 
 
+class SessionEnded(FailedPrecondition):
+    """The session takes no more calls: it was closed, or nothing was asked of it for its idle limit. Open another."""
+
+    default_reason = "SESSION_NOT_OPEN"
+
+
 class CallFailed(PlexRLError):
     """An accepted call that did not succeed."""
 
@@ -196,6 +202,7 @@ BY_REASON: Mapping[str, type[PlexRLError]] = {
     "JOB_ENDED": JobEnded,
     "MODEL_NOT_ACTIVE": ModelEnded,
     "MODEL_DELETED": ModelEnded,
+    "SESSION_NOT_OPEN": SessionEnded,
     "ENGINE_ERROR": EngineError,
     "ATTEMPTS_EXHAUSTED": EngineError,
     "OUT_OF_MEMORY": OutOfMemory,

@@ -7,7 +7,7 @@ Knows what functions take and return; how calls travel is the call stream's busi
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,8 +21,10 @@ from plexrl.connection import Connection
 from plexrl.export import write_export
 from plexrl.functions import CallFunction
 from plexrl.futures import CallFuture
+from plexrl.session import Session
 from plexrl.v1 import call_pb2 as c
 from plexrl.v1 import model_pb2 as m
+from plexrl.v1 import session_pb2 as s
 from plexrl.v1 import types_pb2 as t
 from plexrl.wire import Int32Array, batch_arrays, put_token_batch, split, tensor, token_batch
 
@@ -121,6 +123,7 @@ class Model:
         seed: int | None = None,
         logprobs: bool = True,
         version: int | AtLeast | None = None,
+        session: "Session | None" = None,
         tags: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> CallFuture[results.Completions]:
@@ -128,12 +131,15 @@ class Model:
 
         temperature 0 is greedy; top_k 0 keeps all tokens; seed None draws one. version: a number for exactly that
         version, AtLeast(number), or None for the newest that was synced before this call. Log-probabilities are the
-        raw model's, before temperature. Not sequenced: many may run at a time.
+        raw model's, before temperature. Not sequenced. session: an open one, with whose other calls it runs together;
+        `session.generate` says the same.
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise errors.InvalidArgument("prompts: want token ids, not text: model.tokenize(texts) makes them")
         # In place: a message that is built apart is copied into the one that it is part of.
         request = self._request(tags, timeout_s)
+        if session is not None:
+            request.session_id = session.session_id
         spec = request.spec.generate
         put_token_batch(spec.prompts, prompts)
         sampling = spec.sampling
@@ -289,6 +295,33 @@ class Model:
         if timeout_s is not None:
             request.timeout.FromNanoseconds(int(timeout_s * 1e9))
         return request
+
+    def session(
+        self,
+        *,
+        max_concurrent: int = 16,
+        grace_s: float | None = None,
+        idle_limit_s: float | None = None,
+        on_revoked: Callable[[], None] | None = None,
+    ) -> "Session":
+        """Opens a session: generates that run together, for rollouts whose turns come at their own times.
+
+        max_concurrent: most that are with the engine at a time, 1 to 64. grace_s: how long those that run have to end
+        when another job is to have the device, default 5; then they are parked, and go on later. idle_limit_s: the
+        session expires when nothing is asked of it for so long, default an hour. on_revoked: called, in a thread of
+        this client's, when another job is to have the device or has it.
+        """
+        request = s.OpenSessionRequest(
+            request_id=uuid.uuid4().hex, model_id=self.model_id, max_concurrent=max_concurrent
+        )
+        if grace_s is not None:
+            request.grace.FromNanoseconds(int(grace_s * 1e9))
+        if idle_limit_s is not None:
+            request.idle_limit.FromNanoseconds(int(idle_limit_s * 1e9))
+        if max_concurrent < 1:
+            raise errors.InvalidArgument(f"max_concurrent: {max_concurrent}, want at least 1")
+        message = self._connection.unary(self._connection.sessions.OpenSession, request)
+        return Session(self._connection, self._stream, self, message, on_revoked)
 
     def resume(self) -> int:
         """Lets the sequence go on after a call of it did not succeed. Returns the next sequence number."""

@@ -27,6 +27,8 @@ from plexrl.v1 import (
     payload_pb2_grpc,
     registry_pb2,
     registry_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
 )
 from plexrl.wire import SERVER_OPTIONS
 from plexrl_controller.api.admin import AdminService, RegistryService
@@ -35,6 +37,7 @@ from plexrl_controller.api.calls import CallService
 from plexrl_controller.api.jobs import JobService
 from plexrl_controller.api.models import ModelService
 from plexrl_controller.api.payloads import PayloadService
+from plexrl_controller.api.sessions import SessionService
 from plexrl_controller.dispatch.clock import WallClock
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
@@ -55,6 +58,7 @@ SERVICES = {
     "JobService": job_pb2,
     "ModelService": model_pb2,
     "CallService": call_pb2,
+    "SessionService": session_pb2,
     "PayloadService": payload_pb2,
     "AdminService": admin_pb2,
     "RegistryService": registry_pb2,
@@ -119,6 +123,7 @@ def build_server(core: Core, transport: GrpcTransport) -> tuple[grpc.aio.Server,
     job_pb2_grpc.add_JobServiceServicer_to_server(JobService(core), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(core, transport), server)
     call_pb2_grpc.add_CallServiceServicer_to_server(CallService(core), server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(core), server)
     payload_pb2_grpc.add_PayloadServiceServicer_to_server(PayloadService(core), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(core), server)
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryService(core), server)

@@ -10,8 +10,9 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
-from plexrl.v1 import call_pb2, job_pb2, model_pb2
+from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2
 from plexrl_controller.api.auth import ROLES, token_sha256
+from plexrl_controller.api.sessions import SessionService
 from plexrl_controller.dispatch.grpc_transport import GrpcTransport
 from plexrl_controller.domain.ids import Tenant, TokenId
 from plexrl_controller.domain.records import Token
@@ -33,7 +34,7 @@ TOKENS = {
 
 @dataclass
 class Served:
-    """A served leader with a job, a model and a call of tenant alpha."""
+    """A served leader with a job, a model, a session and a call of tenant alpha."""
 
     leader: Leader
     channel: grpc.aio.Channel
@@ -84,12 +85,15 @@ async def served() -> AsyncIterator[Served]:
         model = await leader.model(await leader.job())
         call = await leader.submit(model, specs.save(), 1)
         await leader.work()
+        opening = session_pb2.OpenSessionRequest(request_id="opened", model_id=model.model_id)
+        session = await SessionService(leader.core).OpenSession(opening, None)
         transport = GrpcTransport(1, "worker")
         server, _ = build_server(leader.core, transport)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         checkpoint = next(iter(leader.core.ledger.checkpoints))
         ids = {"job_id": model.job_id, "model_id": model.model_id, "call_id": call.call_id, "checkpoint_id": checkpoint}
+        ids["session_id"] = session.session_id
         ids |= {"request_id": "request", "payload_id": "0" * 64, "name": "fresh", "sha256": "0" * 64}
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -125,7 +129,7 @@ async def test_another_tenants_resources_do_not_exist() -> None:
         before = (await s.leader.core.store.load(), dict(s.leader.core.ledger.calls))
         for method in METHODS:
             names = {field.name for field in method.input_type.fields}
-            named = names & {"job_id", "model_id", "call_id", "checkpoint_id"} or method.name == "Connect"
+            named = names & {"job_id", "model_id", "call_id", "checkpoint_id", "session_id"} or method.name == "Connect"
             if not named or Role.TENANT not in ROLES[f"/{method.containing_service.full_name}/{method.name}"]:
                 continue
             reached += 1

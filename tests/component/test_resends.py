@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from plexrl.v1 import call_pb2, job_pb2, model_pb2
+from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2
 from plexrl_controller.api.jobs import JobService
 from plexrl_controller.api.models import ModelService
+from plexrl_controller.api.sessions import SessionService
 from plexrl_controller.dispatch.grpc_transport import GrpcTransport
 from plexrl_controller.domain.errors import AlreadyExists
 from plexrl_controller.domain.ids import CallId
-from plexrl_controller.domain.records import Call, Job, Model
+from plexrl_controller.domain.records import Call, Job, Model, Session
 from plexrl_controller.domain.states import CallReason
 from plexrl_controller.server import SERVICES
 from plexrl_controller.store.memory import MemoryStore
@@ -31,17 +32,20 @@ BASE = model_pb2.ModelBase(init=model_pb2.InitBase(config_json='{"architectures"
 
 @dataclass
 class Scene:
-    """A leader with a job, its placed model, and one call that waits."""
+    """A leader with a job, its placed model, an open session of it, and one call that waits."""
 
     leader: Leader
     model: Model
     waiting: call_pb2.Call
+    session_id: str
     jobs: JobService = field(init=False)
     models: ModelService = field(init=False)
+    sessions: SessionService = field(init=False)
 
     def __post_init__(self) -> None:
         self.jobs = JobService(self.leader.core)
         self.models = ModelService(self.leader.core, GrpcTransport(1, "worker"))
+        self.sessions = SessionService(self.leader.core)
 
     def request(self, rpc: str) -> tuple[Callable[..., Awaitable[Any]], Message]:
         """An rpc and a request that changes something."""
@@ -69,20 +73,29 @@ class Scene:
             case "CancelCall":
                 cancel = call_pb2.CancelCallRequest(request_id=key, call_id=self.waiting.call_id)
                 return self.leader.calls.CancelCall, cancel
+            case "OpenSession":
+                return self.sessions.OpenSession, session_pb2.OpenSessionRequest(request_id=key, model_id=model_id)
+            case "CloseSession":
+                close = session_pb2.CloseSessionRequest(request_id=key, session_id=self.session_id)
+                return self.sessions.CloseSession, close
             case _:
                 raise AssertionError(f"{rpc} carries a request_id: say here how it is called")
 
     def kept(self) -> tuple[Any, ...]:
         """What there is, by content."""
         ledger = self.leader.core.ledger
-        records: list[Job | Model | Call] = [*ledger.jobs.values(), *ledger.models.values(), *ledger.calls.values()]
+        records: list[Job | Model | Call | Session] = [
+            *ledger.jobs.values(), *ledger.models.values(), *ledger.calls.values(), *ledger.sessions.values(),
+        ]  # fmt: skip
         return tuple(sorted(repr(replace(record, revision=0)) for record in records))
 
 
 async def scene(leader: Leader) -> Scene:
     await leader.join()
     model = await leader.model(await leader.job())
-    return Scene(leader, model, await leader.submit(model, specs.sync(), 3))
+    opening = session_pb2.OpenSessionRequest(request_id="opened", model_id=model.model_id)
+    session = await SessionService(leader.core).OpenSession(opening, None)
+    return Scene(leader, model, await leader.submit(model, specs.sync(), 3), session.session_id)
 
 
 @pytest.mark.parametrize("rpc", sorted(MUTATING))
@@ -98,15 +111,15 @@ async def test_the_same_request_again_is_the_same_outcome_and_changes_nothing(rp
         assert rpc == "ResumeSequence" or after != before
         again = await call(request, None)
         assert s.kept() == after
-        for name in ("job_id", "model_id", "call_id", "next_sequence"):
+        for name in ("job_id", "model_id", "call_id", "session_id", "next_sequence"):
             assert getattr(again, name, None) == getattr(first, name, None)
     async with running_leader(store) as leader:
-        s = Scene(leader, s.model, s.waiting)
+        s = Scene(leader, s.model, s.waiting, s.session_id)
         call, request = s.request(rpc)
         loaded = s.kept()
         again = await call(request, None)
         assert s.kept() == loaded
-        for name in ("job_id", "model_id", "call_id", "next_sequence"):
+        for name in ("job_id", "model_id", "call_id", "session_id", "next_sequence"):
             assert getattr(again, name, None) == getattr(first, name, None)
 
 

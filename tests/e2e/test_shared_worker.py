@@ -7,7 +7,8 @@ another.
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,36 @@ def test_shared_runs_equal_undisturbed_ones_bit_for_bit(local: LocalCluster, tmp
             for job in jobs.values():
                 job.finish()
     assert shared == alone
+
+
+def test_conversations_of_a_session_sample_what_they_sample_alone_in_a_fraction_of_the_device_time(
+    local: LocalCluster,
+) -> None:
+    """Each has two turns, the second of what the first one said, and comes when it comes."""
+
+    def converse(generate: Callable[..., plexrl.Completions], number: int) -> list[list[int]]:
+        prompt = [1 + number % 30, 2 + number % 7]
+        first = list(map(int, generate([prompt], max_tokens=20, seed=number).token_ids[0]))
+        turn = generate([prompt + first], max_tokens=8 + number, seed=number)
+        assert np.isfinite(turn.logprobs[0]).all()
+        return [first, list(map(int, turn.token_ids[0]))]
+
+    with (
+        plexrl.connect(local.endpoint, token=local.token) as cluster,
+        cluster.job("agents") as job,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        model = job.model("policy", base=plexrl.Init(QWEN, seed=4))
+        model.generate(PROMPTS, max_tokens=2)
+        before_s = job.account().busy_s
+        alone = [converse(model.generate, number) for number in range(16)]
+        alone_s = job.account().busy_s - before_s
+        with model.session(max_concurrent=16) as session:
+            conversations = [threads.submit(converse, session.generate, number) for number in range(16)]
+            assert [conversation.result() for conversation in conversations] == alone
+        together_s = job.account().busy_s - before_s - alone_s
+    print(f"16 conversations, device time: {alone_s:.2f} s one by one, {together_s:.2f} s in a session")
+    assert together_s < 0.7 * alone_s
 
 
 def test_the_logprob_check_fails_when_the_generator_is_one_version_behind(local: LocalCluster) -> None:

@@ -9,6 +9,7 @@ that nobody disturbed. `make faults` runs the whole matrix; here a sample.
 import asyncio
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from tests.support.fault_rig import JOB, PARTS, RECOVERY_LIMIT_S, ROOT, Kill, Ri
 
 CELLS_PER_CLUSTER = 15
 """Then it is checked, and a fresh one goes on: a promise that was broken is known to be so within so many kills."""
+
+CELLS = slice(*(int(end) if end else None for end in os.environ.get("PLEXRL_FAULT_CELLS", ":").split(":")))
+"""Of the whole matrix, in its shuffled order: all, or those that are to be run once more."""
 
 SAMPLE = (
     Kill("call dispatched", "controller", Moment.UNDONE),
@@ -196,4 +200,4 @@ async def test_a_kill_of_any_part_at_any_point_loses_nothing(tmp_path: Path) -> 
     """G01, G03, G14, G20, G21: the whole matrix."""
     kills = cells()
     random.Random(0).shuffle(kills)
-    await run_matrix(tmp_path, kills)
+    await run_matrix(tmp_path, kills[CELLS])

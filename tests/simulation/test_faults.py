@@ -157,7 +157,8 @@ def test_it_sees_two_leaders_that_write(monkeypatch: pytest.MonkeyPatch) -> None
         await real(self, self._term, changes)
 
     monkeypatch.setattr(MemoryStore, "commit", commit)
-    caught("")
+    # Rare: a leader must be replaced in the middle of a commit and go on. One seed in a hundred shows it.
+    caught("", range(90, 90 + MOST_SEEDS))
 
 
 def test_it_sees_orders_that_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from plexrl_controller.domain.ids import (
     JobId,
     ModelId,
     RequestId,
+    SessionId,
     SnapshotId,
     Tenant,
     TokenId,
@@ -23,6 +24,7 @@ from plexrl_controller.domain.records import (
     Model,
     Payload,
     Request,
+    Session,
     Snapshot,
     Token,
     Worker,
@@ -35,6 +37,7 @@ from plexrl_controller.domain.states import (
     JobState,
     ModelState,
     Role,
+    SessionState,
     WorkerState,
 )
 
@@ -119,9 +122,27 @@ def make_call(number: int = 1, job: int = 1, model: int = 1, **changes: Any) -> 
         end_time=T0 + 2.5,
         acknowledged=False,
         outcome_sha256="12" * 32,
+        session_id=SessionId("session-1"),
         revision=1,
     )
     return replace(call, **changes)
+
+
+def make_session(number: int = 1, model: int = 1, **changes: Any) -> Session:
+    session = Session(
+        session_id=SessionId(f"session-{number}"),
+        job_id=JobId("job-1"),
+        model_id=ModelId(f"model-{model}"),
+        tenant=TENANT,
+        state=SessionState.OPEN,
+        max_concurrent=24,
+        grace_s=2.5,
+        idle_limit_s=90.25,
+        create_time=T0 + number,
+        end_time=None,
+        revision=1,
+    )
+    return replace(session, **changes)
 
 
 def make_worker(number: int = 1, **changes: Any) -> Worker:

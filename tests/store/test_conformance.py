@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from plexrl_controller.domain.errors import ControllerError, InvalidArgument, LeadershipLost
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, Tenant
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, SessionId, Tenant
 from plexrl_controller.domain.records import Payload, Record
-from plexrl_controller.domain.states import CallKind, CallState, IntervalKind, JobState, ModelState
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind, JobState, ModelState, SessionState
 from plexrl_controller.store.port import Account, Changes, LiveState, Page, Store, Tombstone
 from tests.store.records import (
     T0,
@@ -20,6 +20,7 @@ from tests.store.records import (
     make_job,
     make_model,
     make_request,
+    make_session,
     make_snapshot,
     make_token,
     make_worker,
@@ -46,8 +47,11 @@ class TestTerms:
         newer = await store.acquire_term("leader-2")
         with pytest.raises(LeadershipLost, match=f"newest is {newer}"):
             await store.commit(term, Changes(inserts=(make_worker(),)))
+        with pytest.raises(LeadershipLost, match=f"newest is {newer}"):
+            await store.commit(term, Changes(commit_id="asks whether it leads"))
         assert (await store.load()).workers == ()
         await store.commit(newer, Changes(inserts=(make_worker(),)))
+        await store.commit(newer, Changes(commit_id="asks whether it leads"))
 
     async def test_nobody_writes_before_the_first_term(self, store: Store) -> None:
         with pytest.raises(LeadershipLost):
@@ -58,13 +62,15 @@ class TestRecords:
     async def test_every_field_comes_back(self, store: Store) -> None:
         term = await store.acquire_term("leader-1")
         inserts = (
-            make_job(), make_model(), make_call(), make_worker(), make_checkpoint(), make_snapshot(), make_token()
+            make_job(), make_model(), make_call(), make_session(), make_worker(), make_checkpoint(), make_snapshot(),
+            make_token(),
         )  # fmt: skip
         await store.commit(term, Changes(inserts=inserts, requests=(make_request(),)))
         assert await store.load() == LiveState(
             jobs=(make_job(),),
             models=(make_model(),),
             calls=(make_call(),),
+            sessions=(make_session(),),
             workers=(make_worker(),),
             checkpoints=(make_checkpoint(),),
             snapshots=(make_snapshot(),),
@@ -75,10 +81,18 @@ class TestRecords:
         assert await store.get_model(ModelId("model-1")) == make_model()
         assert await store.get_call(CallId("call-1")) == make_call()
         assert await store.get_checkpoint(CheckpointId("checkpoint-1")) == make_checkpoint()
+        assert await store.get_session(SessionId("session-1")) == make_session()
 
     async def test_every_field_may_be_absent(self, store: Store) -> None:
         call = make_call(
-            spec=None, error=None, result=None, worker_id=None, checkpoint_id=None, start_time=None, end_time=None
+            spec=None,
+            error=None,
+            result=None,
+            worker_id=None,
+            checkpoint_id=None,
+            start_time=None,
+            end_time=None,
+            session_id=None,
         )
         model = make_model(2, worker_id=None)
         await seeded(store, call, model, make_token(tenant=None))
@@ -92,6 +106,7 @@ class TestRecords:
         assert await store.get_model(ModelId("model-9")) is None
         assert await store.get_call(CallId("call-9")) is None
         assert await store.get_checkpoint(CheckpointId("checkpoint-9")) is None
+        assert await store.get_session(SessionId("session-9")) is None
 
     @pytest.mark.parametrize(
         ("record", "changes"),
@@ -100,6 +115,7 @@ class TestRecords:
             (make_model(), {"state": ModelState.STATE_LOST, "worker_id": None, "due_sequence": 12, "message": "gone"}),
             (make_call(), {"state": CallState.SUCCEEDED, "result": Payload("12" * 32, 3, b"out"), "end_time": T0 + 9}),
             (make_call(), {"acknowledged": True, "spec": None, "result": None, "error": None}),
+            (make_session(), {"state": SessionState.CLOSED, "end_time": T0 + 7}),
             (make_worker(), {"incarnation": 3, "life_nonce": 7, "labels": {"zone": "b"}, "address": "127.0.0.1:1"}),
             (make_checkpoint(), {"label": "final"}),
             (make_snapshot(), {"committed": False, "sequence": 12, "step": 6, "manifest_sha256": "", "size_bytes": 0}),
@@ -108,7 +124,9 @@ class TestRecords:
         ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "-".join(sorted(value)),
     )
     async def test_an_update_writes_what_may_change(self, store: Store, record: Any, changes: dict[str, Any]) -> None:
-        term = await seeded(store, make_call(), make_worker(), make_checkpoint(), make_snapshot(), make_token())
+        term = await seeded(
+            store, make_call(), make_session(), make_worker(), make_checkpoint(), make_snapshot(), make_token()
+        )
         changed = replace(record, revision=2, **changes)
         await store.commit(term, Changes(updates=(changed,)))
         state = await store.load()
@@ -116,6 +134,7 @@ class TestRecords:
             "Job": await store.get_job(JobId("job-1")),
             "Model": await store.get_model(ModelId("model-1")),
             "Call": await store.get_call(CallId("call-1")),
+            "Session": await store.get_session(SessionId("session-1")),
             "Worker": state.workers[0],
             "Checkpoint": await store.get_checkpoint(CheckpointId("checkpoint-1")),
             "Snapshot": state.snapshots[0],

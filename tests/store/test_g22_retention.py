@@ -11,7 +11,7 @@ from plexrl_controller.dispatch import jobs as job_actions
 from plexrl_controller.dispatch import reaper, retention
 from plexrl_controller.dispatch.submit import acknowledge, acknowledged
 from plexrl_controller.domain.ids import JobId, ModelId, RequestId
-from plexrl_controller.domain.states import CallState, IntervalKind, JobState, ModelState
+from plexrl_controller.domain.states import CallState, IntervalKind, JobState, ModelState, SessionState
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Account, Changes, Page, Store
 from tests.store.records import (
@@ -23,6 +23,7 @@ from tests.store.records import (
     make_job,
     make_model,
     make_request,
+    make_session,
 )
 from tests.support.leader import TENANT, Leader, running_leader
 from tests.support.specs import optim_step
@@ -77,6 +78,29 @@ async def test_a_live_job_loses_its_history_only(store: Store) -> None:
     assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1),)
     await store.prune(T0 + DAY_S)
     assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1),)
+
+
+async def test_sessions_go_after_their_end_even_of_a_live_job(store: Store) -> None:
+    await with_history(store, ended=False)
+    term = await store.acquire_term("next")
+    ended = make_session(2, state=SessionState.EXPIRED, end_time=T0 + 5)
+    key = replace(make_request(9), resource_id=ended.session_id, create_time=T0)
+    await store.commit(term, Changes(inserts=(make_session(1), ended), requests=(key,)))
+    await store.prune(T0 + 4)
+    assert await store.get_session(ended.session_id) == ended
+    await store.prune(T0 + DAY_S)
+    assert await store.get_session(ended.session_id) is None
+    present = await store.load()
+    assert present.sessions == (make_session(1),)
+    assert key not in present.requests
+
+
+async def test_a_model_with_an_open_session_stays(store: Store) -> None:
+    await with_history(store, ended=True)
+    term = await store.acquire_term("next")
+    await store.commit(term, Changes(inserts=(make_session(1),)))
+    await store.prune(T0 + DAY_S)
+    assert await store.get_model(ModelId("model-1")) is not None
 
 
 async def test_what_a_checkpoint_belongs_to_stays(store: Store) -> None:

@@ -25,6 +25,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+from tests.support.engine_concurrency import ConcurrencyConformance
 from tests.support.engine_preloads import PreloadConformance
 from tests.support.engine_subjects import (
     AGREEMENT,
@@ -45,7 +46,7 @@ from tests.support.engine_subjects import (
 from tests.support.engine_yields import YieldConformance
 
 
-class EngineConformance(YieldConformance, PreloadConformance):
+class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConformance):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 
     @pytest.fixture

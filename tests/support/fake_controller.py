@@ -26,9 +26,12 @@ from plexrl.v1 import (
     model_pb2_grpc,
     payload_pb2,
     payload_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
 )
 from plexrl.v1 import types_pb2 as t
 from plexrl.wire import CHANNEL_OPTIONS, ErrorInfo, batch_arrays, error_status, kind_of, tensor, token_batch
+from tests.support.fake_sessions import FakeSessions
 
 Execute = Callable[[call_pb2.SubmitCallRequest], t.CallResult | status_pb2.Status]
 Refuse = Callable[[call_pb2.SubmitCallRequest], status_pb2.Status | None]
@@ -107,6 +110,7 @@ class FakeController:
         self.blocked: set[str] = set()
         self.applied: defaultdict[str, int] = defaultdict(int)
         self.changed = threading.Condition(threading.RLock())
+        self.sessions = FakeSessions(self.tell, self.changed)
         self._watchers: defaultdict[str, list[queue.SimpleQueue[call_pb2.ServerMessage | None]]] = defaultdict(list)
         self._server: grpc.Server | None = None
         self.port = 0
@@ -123,6 +127,7 @@ class FakeController:
         model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(self), server)  # type: ignore[abstract]
         call_pb2_grpc.add_CallServiceServicer_to_server(_Calls(self), server)  # type: ignore[abstract]
         payload_pb2_grpc.add_PayloadServiceServicer_to_server(_Payloads(self), server)  # type: ignore[abstract]
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(_Admin(self), server)  # type: ignore[abstract]
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         server.start()
@@ -230,6 +235,13 @@ class FakeController:
         with self.changed:
             for watcher in self._watchers[call.job_id]:
                 watcher.put(call_pb2.ServerMessage(updated=_copy(call)))
+            self.changed.notify_all()
+
+    def tell(self, session: session_pb2.Session) -> None:
+        """Says on every stream of its job how a session stands."""
+        with self.changed:
+            for watcher in self._watchers[session.job_id]:
+                watcher.put(call_pb2.ServerMessage(session=session))
             self.changed.notify_all()
 
     def watch(self, job_id: str) -> "queue.SimpleQueue[call_pb2.ServerMessage | None]":

@@ -20,14 +20,14 @@ from plexrl_controller.embedded.cluster import LocalCluster
 from plexrl_controller.embedded.postgres import EmbeddedPostgres
 from plexrl_controller.embedded.process import EmbeddedError
 from plexrl_controller.embedded.settings import ClusterSettings
-from tests.support.fault_points import POINTS, PROVOKED_BY, FaultDatabase, Moment
+from tests.support.fault_points import POINTS, FaultDatabase, Moment
 
 PARTS = ("client", "controller", "worker-0", "engine", "postgres")
 RECOVERY_LIMIT_S = 240.0
 """Longer is a hang."""
 PAUSE_S = 0.1
 """Between two steps of the disturbed run: what is repeated undisturbed must not be long."""
-GUEST_PAUSE_S = 0.2
+GUEST_PAUSE_S = 0.5
 STEPS = 1_000_000
 JOB = "matrix"
 ROOT = Path(__file__).parents[2]
@@ -126,9 +126,7 @@ class Rig:
 
     async def kill(self, kill: Kill) -> float:
         """Kills at the point, and waits until the clients go on. Returns the seconds that this took."""
-        first = PROVOKED_BY.get(kill.point)
-        provoke = (lambda: self._strike(first)) if first is not None else (lambda: 0.0)
-        async with self.database.held(kill.point, provoke) as commit:
+        async with self.database.held(kill.point, self._strike) as commit:
             if kill.moment is Moment.AFTER:
                 await commit.let_land()
                 began = self._strike(kill.part)

@@ -95,7 +95,12 @@ class Leader:
         return jobs.Key(scope, RequestId(f"{scope}-{number}"), f"hash-{number}")
 
     async def submit(
-        self, model: Model, spec: types_pb2.CallSpec, sequence: int = 0, request_id: str | None = None
+        self,
+        model: Model,
+        spec: types_pb2.CallSpec,
+        sequence: int = 0,
+        request_id: str | None = None,
+        session_id: str = "",
     ) -> call_pb2.Call:
         """Submits through the service's checks."""
         request = call_pb2.SubmitCallRequest(
@@ -104,6 +109,7 @@ class Leader:
             model_id=model.model_id,
             sequence=sequence,
             spec=spec,
+            session_id=session_id,
         )
         return await self.calls.SubmitCall(request, None)
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from plexrl import wire
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.errors import EngineError, NotResident, VersionMismatch
 
 T = TypeVar("T")
 
@@ -28,6 +30,7 @@ class RemoteEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._images: dict[int, int] = {}
+        self._steps = 0
         try:
             self.process = self._wait(EngineProcess.start(kind, settings))
         except BaseException:
@@ -107,29 +110,49 @@ class RemoteEngine:
         control: port.Control,
         execution: str = "",
     ) -> port.Generation:
-        spec = t.GenerateSpec(
-            prompts=_batch(prompts),
-            sampling=t.SamplingParams(
-                n=params.n,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                max_tokens=params.max_tokens,
-                stop_token_ids=params.stop_token_ids,
-                stop=params.stop,
-                seed=params.seed,
-                logprobs=params.logprobs,
-            ),
-        )
-        result = self._run(lambda: self.process.generate(deployment_id, spec, weights_version, execution), control)
-        token_ids, lengths = wire.batch_arrays(result.completions, min_length=0)
-        return port.Generation(
-            token_ids,
-            lengths,
-            wire.float32s(result.logprobs),
-            tuple(_REASONS[reason] for reason in result.finish_reasons),
-            result.weights_version,
-        )
+        spec = _generate_spec(prompts, params)
+        call: list[EngineCall[t.GenerateResult]] = []
+
+        def begin() -> EngineCall[t.GenerateResult]:
+            call.append(self.process.generate(deployment_id, spec, weights_version, execution))
+            return call[0]
+
+        result = self._run(begin, control)
+        self._steps = call[0].generator_steps
+        return _generation(result)
+
+    def generate_concurrently(self, deployment_id: str, weights_version: int, arrivals: port.Arrivals) -> None:
+        self._wait(self._together(deployment_id, weights_version, arrivals))
+
+    async def _together(self, deployment_id: str, weights_version: int, arrivals: port.Arrivals) -> None:
+        """As a daemon does: each is sent when it comes, and its end is heard when it comes."""
+        ended: asyncio.Queue[tuple[port.ConcurrentGenerate, EngineCall[t.GenerateResult]]] = asyncio.Queue()
+        running = 0
+        while True:
+            for generate in arrivals.take():
+                spec = _generate_spec(generate.prompts, generate.params)
+                call = self.process.generate(deployment_id, spec, weights_version, generate.execution, concurrent=True)
+                call.on_end = partial(ended.put_nowait, (generate, call))
+                call.on_progress = partial(self._hear, call, generate.control)
+                running += 1
+                if generate.control.aborted():
+                    call.abort()
+            if not running:
+                return
+            with contextlib.suppress(TimeoutError):
+                generate, call = await asyncio.wait_for(ended.get(), 0.01)
+                running -= 1
+                self._steps = call.generator_steps
+                try:
+                    arrivals.ended(generate, _generation(call.result()))
+                except (VersionMismatch, NotResident):
+                    raise
+                except EngineError as error:
+                    arrivals.ended(generate, error)
+
+    @property
+    def generator_steps(self) -> int:
+        return self._steps
 
     def forget_execution(self, execution: str) -> None:
         self._run(lambda: self.process.forget_execution(execution))
@@ -228,6 +251,34 @@ class RemoteEngine:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _generate_spec(prompts: port.TokenBatch, params: port.SamplingParams) -> t.GenerateSpec:
+    return t.GenerateSpec(
+        prompts=_batch(prompts),
+        sampling=t.SamplingParams(
+            n=params.n,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            stop_token_ids=params.stop_token_ids,
+            stop=params.stop,
+            seed=params.seed,
+            logprobs=params.logprobs,
+        ),
+    )
+
+
+def _generation(result: t.GenerateResult) -> port.Generation:
+    token_ids, lengths = wire.batch_arrays(result.completions, min_length=0)
+    return port.Generation(
+        token_ids,
+        lengths,
+        wire.float32s(result.logprobs),
+        tuple(_REASONS[reason] for reason in result.finish_reasons),
+        result.weights_version,
+    )
 
 
 def _batch(batch: port.TokenBatch) -> t.TokenBatch:

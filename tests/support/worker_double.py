@@ -75,6 +75,7 @@ class WorkerDouble:
             device_state_bytes=device_state_bytes,
             host_state_bytes=1 << 30,
             yields=True,
+            max_concurrent_generates=64,
         )
 
     def announcement(self) -> Announcement:

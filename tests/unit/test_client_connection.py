@@ -60,6 +60,7 @@ def test_every_final_reason_of_a_call_has_an_exception() -> None:
         "GROUP_BUSY",
         "MODEL_NOT_READY",
         "WORKER_UNAVAILABLE",
+        "SESSION_FULL",
     }
     final = {name.removeprefix("CALL_REASON_") for name in t.CallReason.keys()} - waiting  # noqa: SIM118
     assert final <= set(BY_REASON)

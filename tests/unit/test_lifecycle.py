@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl_controller.domain.errors import StaleTransition
-from plexrl_controller.domain.ids import CallId, JobId, ModelId, RequestId, Tenant, WorkerId
-from plexrl_controller.domain.records import Call, Job, Model, Worker
-from plexrl_controller.domain.states import CallKind, CallState, JobState, ModelState, WorkerState
+from plexrl_controller.domain.ids import CallId, JobId, ModelId, RequestId, SessionId, Tenant, WorkerId
+from plexrl_controller.domain.records import Call, Job, Model, Session, Worker
+from plexrl_controller.domain.states import CallKind, CallState, JobState, ModelState, SessionState, WorkerState
 from plexrl_controller.lifecycle import diagrams
 from plexrl_controller.lifecycle.machine import Machine
 
@@ -23,6 +23,7 @@ RECORDS: dict[str, Any] = {
     ),
     "model": Model(ModelId("m"), JobId("j"), T, "policy", ModelState.CREATING, 0.0, 1, b"", b"", b""),
     "job": Job(JobId("j"), T, "job", JobState.ACTIVE, 0.0, 60.0),
+    "session": Session(SessionId("s"), JobId("j"), ModelId("m"), T, SessionState.OPEN, 4, 5.0, 60.0, 0.0),
     "worker": Worker(WorkerId("w"), "w", WorkerState.JOINING, "a:1", 1, 1, b""),
 }  # fmt: skip
 machines = pytest.mark.parametrize("machine", diagrams.MACHINES, ids=lambda m: m.name)

@@ -265,6 +265,46 @@ def test_a_call_does_not_yield_within_a_slice_that_would_give_it_the_group_back(
     assert isinstance(decide(yielding(running, waits), starving), Yield)
 
 
+def session_turns(count: int, expected_s: float = 50.0) -> tuple[ReadyCall, ...]:
+    return tuple(
+        replace(ready(f"a{number}", "m-a", NOW), expected_s=expected_s, concurrent=True) for number in range(count)
+    )
+
+
+def in_session(turns: int, *others: JobView, **facts: object) -> GroupView:
+    """Job a has the group, and a session with so many turns that may begin."""
+    model = ModelView(ModelId("m-a"), 1000, True, ready=session_turns(turns))
+    return group(JobView(JobId("a"), (model,), **facts), *others, serving="a", slice_start=NOW - 1)  # type: ignore[arg-type]
+
+
+def test_turns_of_a_session_join_what_runs_whatever_lies_ahead() -> None:
+    """They begin at once: neither the window nor a chunk of work bounds them, which are for calls that wait in line."""
+    policy = Policy(contended_window=4, chunk_s=30.0)
+    for others in ((), (job("b", NOW - 5),)):
+        for facts in ({}, {"in_flight": 20, "in_flight_left_s": 500.0}):
+            decision = decide(in_session(12, *others, **facts), policy)
+            assert isinstance(decision, Serve)
+            assert len(decision.calls) == 12
+
+
+def test_a_call_in_line_before_turns_of_a_session_holds_them_back() -> None:
+    """So a training call is never kept from the device by a session that always has another turn."""
+    first = replace(ready("train", "m-a", NOW - 1), kind=CallKind.FORWARD_BACKWARD, expected_s=1.0)
+    view = in_session(3, in_flight=64, in_flight_left_s=100.0)
+    behind = replace(view.jobs[0].models[0], ready=(first, *session_turns(3)))
+    view = replace(view, jobs=(replace(view.jobs[0], models=(behind,)),))
+    assert isinstance(decide(view, Policy(chunk_s=30.0)), Wait)
+
+
+def test_a_session_whose_slice_is_over_is_given_no_more_and_that_is_said() -> None:
+    busy = in_session(3, job("b", NOW - 5), in_flight=2, in_flight_left_s=1.0)
+    over = decide(replace(busy, slice_start=NOW - 100), Policy())
+    assert over == Wait("quantum used, calls in flight", revoked=JobId("a"))
+    full = in_session(0, job("b", NOW - 5), in_flight=2, in_flight_left_s=1.0)
+    assert decide(replace(full, slice_start=NOW - 100), Policy()) == Wait("calls in flight", revoked=JobId("a"))
+    assert decide(full, Policy()) == Wait("calls in flight")
+
+
 def test_a_tenant_over_its_quota_comes_last_and_does_not_starve() -> None:
     over = job("a", 4.0, over_quota=True)
     within = job("b", 50.0, attained_s=1e6)

@@ -1,6 +1,7 @@
 """What is parked in vLLM's scheduler leaves room for what goes on: a scheduler double counts the blocks."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +28,10 @@ class Request:
 class Waiting(deque[Request]):
     add_request = deque.append
     pop_request = deque.popleft
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
+            self.remove(request)
 
 
 @dataclass
@@ -57,6 +62,12 @@ class Scheduler:
         self.waiting.appendleft(request)
 
 
+def sampled(*requests: Request) -> Sampled:
+    """An execution of these requests; the scheduler knows them by names of its own."""
+    ids = [request.request_id for request in requests]
+    return Sampled("model", 0, [name.partition("-")[0] for name in ids], {}, set(ids))
+
+
 def parked(total_blocks: int, *executions: Request) -> tuple[Parking, Scheduler]:
     """Executions of one request each, parked one after the other."""
     scheduler = Scheduler(total_blocks)
@@ -64,7 +75,7 @@ def parked(total_blocks: int, *executions: Request) -> tuple[Parking, Scheduler]
     parking = Parking(cast("Any", SimpleNamespace(engine_core=core)))
     for request in executions:
         scheduler.run(request)
-        parking.park(request.request_id, Sampled("model", 0, [request.request_id], {}))
+        parking.park(request.request_id, sampled(request))
     return parking, scheduler
 
 
@@ -86,3 +97,29 @@ def test_parked_kv_stays_where_both_have_room() -> None:
     assert parking.take("short", "model", 0) is not None
     assert (short.blocks, long.blocks) == (1, 5)
     assert not scheduler.waiting
+
+
+def test_only_the_requests_of_the_execution_that_gives_way_leave() -> None:
+    parking, scheduler = parked(100)
+    stays, goes, waits = (Request(f"{name}-3f2a", 8, 20, 10) for name in ("stays", "goes", "waits"))
+    scheduler.run(stays, goes)
+    scheduler.waiting.add_request(waits)
+    parking.park("execution", sampled(goes, waits))
+    assert scheduler.running == [stays]
+    assert not scheduler.waiting
+    taken = parking.take("execution", "model", 0)
+    assert taken is not None
+    assert scheduler.running == [stays, goes]
+    assert list(scheduler.waiting) == [waits]
+
+
+def test_what_runs_beside_is_given_room_to_grow_too() -> None:
+    """A request that joins must not find the blocks of a parked one in the way of those that run already."""
+    idle, busy = Request("idle", 8, 60, 60), Request("busy", 8, 120, 20)
+    parking, scheduler = parked(8, idle)
+    scheduler.run(busy)
+    assert scheduler.free_blocks == 5
+    parking.make_room([64])
+    assert idle.blocks == 2
+    parking.make_room([96])
+    assert (idle.blocks, busy.blocks) == (0, 1)

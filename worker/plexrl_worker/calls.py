@@ -52,6 +52,8 @@ HOLD_S = 0.1
 AHEAD_S = 0.02
 MOST_AHEAD = 64
 """Seconds and number of generate calls that lie ready in the engine's child."""
+MOST_CONCURRENT = 64
+"""Generate calls that run together."""
 _KINDS = {function: t.CallKind.Value(f"CALL_KIND_{function.upper()}") for function in _CHANGES}
 _NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
 
@@ -169,6 +171,50 @@ class CallRunner:
                 if len(window) < self._ahead and time.monotonic() < until_s:
                     upcoming = following()
 
+    async def run_concurrent(
+        self,
+        first: Execution,
+        following: Callable[[], Execution | None],
+        ended: Callable[[Execution, Outcome], None],
+        came: asyncio.Event,
+    ) -> None:
+        """Runs generate calls of one model together: `first`, and every other that `following` has when `came` is set.
+
+        Each is told of at its own end. For as long as nobody else waits for the device others may join, then, after
+        HOLD_S, they are let run to their ends.
+        """
+        running: list[tuple[Execution, EngineCall[t.GenerateResult]]] = []
+        async with self._host.device.lock:
+            until_s = time.monotonic() + HOLD_S
+            upcoming: Execution | None = first
+            while True:
+                came.clear()
+                while upcoming is not None:
+                    try:
+                        call = self._send_generate(upcoming)
+                    except WorkerError as error:
+                        ended(upcoming, error)
+                    else:
+                        call.on_end = came.set
+                        upcoming.begin()
+                        running.append((upcoming, call))
+                        if call.done():
+                            came.set()
+                    upcoming = following() if self._may_join(len(running), until_s) else None
+                if not running:
+                    return
+                await came.wait()
+                done, running = [each for each in running if each[1].done()], [e for e in running if not e[1].done()]
+                for execution, call in done:
+                    ended(execution, self._generated(execution, call, time.time_ns()))
+                if self._may_join(len(running), until_s):
+                    upcoming = following()
+
+    def _may_join(self, running: int, until_s: float) -> bool:
+        """Whether another call may join those that run together."""
+        free = not self._host.device.lock.waiting or time.monotonic() < until_s
+        return running < MOST_CONCURRENT and free
+
     def _send_generate(self, execution: Execution) -> EngineCall[t.GenerateResult]:
         if execution.aborted:
             raise Cancelled("the call was stopped before it began")
@@ -180,7 +226,9 @@ class CallRunner:
         if deployment.attached is None:
             raise EngineDied(f"the engine of model {order.model_id} has ended: swap it in again")
         name = execution_name(order)
-        call = deployment.attached.generate(order.model_id, order.spec.generate, order.weights_version, name)
+        call = deployment.attached.generate(
+            order.model_id, order.spec.generate, order.weights_version, name, concurrent=order.concurrent
+        )
         call.on_progress = execution.on_progress
         execution.running = call
         return call

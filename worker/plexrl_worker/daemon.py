@@ -19,6 +19,7 @@ from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
+from plexrl_worker.calls import MOST_CONCURRENT
 from plexrl_worker.checkpoints import CheckpointStore
 from plexrl_worker.engine.port import MAX_LORA_RANK, TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
@@ -202,6 +203,7 @@ class WorkerDaemon:
             disk_state_bytes=self.settings.disk_state_bytes,
             prefetch=True,
             yields=True,
+            max_concurrent_generates=MOST_CONCURRENT,
             kv_cache_bytes=self.settings.kv_cache_bytes,
             device_name=self.settings.device,
             threads=self.settings.threads,

@@ -17,6 +17,8 @@ class Lane(Generic[T]):
         self._limit = limit
         self._items: deque[T] = deque()
         self._changed = asyncio.Event()
+        self.on_put: Callable[[], None] | None = None
+        """Told when an order was added: for the reader that has one in hand and takes more as they come."""
 
     def put(self, item: T) -> None:
         """Adds an order at the end. Raises TooManyOrders."""
@@ -24,6 +26,8 @@ class Lane(Generic[T]):
             raise TooManyOrders(f"{self._limit} orders are queued, the limit: wait for reports")
         self._items.append(item)
         self._changed.set()
+        if self.on_put is not None:
+            self.on_put()
 
     async def get(self) -> T:
         """Waits for the next order and takes it."""

@@ -376,12 +376,13 @@ class OrderDesk:
                 raise InvalidOrder(f"order.action: {action} has no lane")
 
     async def _run_generates(self, first: Work) -> None:
-        """Runs a generate call and those of the same model that are queued right behind it."""
-        model_id = first.order.run_call.model_id
+        """Runs a generate call and those of the same model, concurrent like it or not, that come right behind it."""
+        model_id, concurrent = first.order.run_call.model_id, first.order.run_call.concurrent
         works: dict[int, Work] = {}
 
         def wanted(work: Work) -> bool:
-            return _generates(work) and work.order.run_call.model_id == model_id and not work.after
+            run = work.order.run_call
+            return _generates(work) and (run.model_id, run.concurrent) == (model_id, concurrent) and not work.after
 
         def following() -> Execution | None:
             while (work := self._device_lane.take_if(wanted)) is not None:
@@ -403,12 +404,19 @@ class OrderDesk:
             return
         works[id(execution)] = first
         try:
-            await self._runner.run_generates(execution, following, ended)
+            if concurrent:
+                came = asyncio.Event()
+                self._device_lane.on_put = came.set
+                await self._runner.run_concurrent(execution, following, ended, came)
+            else:
+                await self._runner.run_generates(execution, following, ended)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             _log.exception("generates_failed", model_id=model_id, calls=len(works))
             failure = EngineFailed(f"a fault of the worker: {error!r}")
             for work in works.values():
                 self._end_call(work, w.OrderFinished(error=to_status(failure)))
+        finally:
+            self._device_lane.on_put = None
 
     def _due(self, work: Work) -> Execution | None:
         """The execution of a call that has neither ended nor given way while it was queued."""

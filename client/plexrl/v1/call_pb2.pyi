@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
+from plexrl.v1 import session_pb2 as _session_pb2
 from plexrl.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -55,6 +56,7 @@ class SubmitCallRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Idempotency key, 1-64 characters, unique in the job."""
     job_id: _builtins.str
@@ -63,6 +65,10 @@ class SubmitCallRequest(_message.Message):
     """The model."""
     sequence: _builtins.int
     """Place in the model's sequence, from 1, counted by the client; 0 for generate, which is not sequenced."""
+    session_id: _builtins.str
+    """generate: an open session of the model, with whose other calls it runs together; empty: it runs alone.
+    FAILED_PRECONDITION with SESSION_NOT_OPEN: there is no such session of the model, or it has ended; open one.
+    """
     @_builtins.property
     def spec(self) -> _types_pb2.CallSpec:
         """What to execute."""
@@ -85,10 +91,11 @@ class SubmitCallRequest(_message.Message):
         spec: _types_pb2.CallSpec | None = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "model_id", b"model_id", "request_id", b"request_id", "sequence", b"sequence", "spec", b"spec", "tags", b"tags", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "model_id", b"model_id", "request_id", b"request_id", "sequence", b"sequence", "session_id", b"session_id", "spec", b"spec", "tags", b"tags", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,6 +125,7 @@ class Call(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     """Its id."""
     request_id: _builtins.str
@@ -144,6 +152,8 @@ class Call(_message.Message):
     """Units done in this attempt (tokens, micro-batches)."""
     progress_total: _builtins.int
     """Units in all, 0 if unknown."""
+    session_id: _builtins.str
+    """generate: the session that it was submitted in."""
     @_builtins.property
     def error(self) -> _status_pb2.Status:
         """Of FAILED, CANCELLED and EXPIRED: a status whose message says what to do."""
@@ -185,10 +195,11 @@ class Call(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "error", b"error", "result", b"result", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "create_time", b"create_time", "end_time", b"end_time", "error", b"error", "job_id", b"job_id", "kind", b"kind", "model_id", b"model_id", "progress_done", b"progress_done", "progress_total", b"progress_total", "reason", b"reason", "request_id", b"request_id", "result", b"result", "sequence", b"sequence", "start_time", b"start_time", "state", b"state", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "create_time", b"create_time", "end_time", b"end_time", "error", b"error", "job_id", b"job_id", "kind", b"kind", "model_id", b"model_id", "progress_done", b"progress_done", "progress_total", b"progress_total", "reason", b"reason", "request_id", b"request_id", "result", b"result", "sequence", b"sequence", "session_id", b"session_id", "start_time", b"start_time", "state", b"state", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +326,7 @@ class ServerMessage(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     UPDATED_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Call:
         """A submit was accepted and is durable, or was known already."""
@@ -327,18 +339,23 @@ class ServerMessage(_message.Message):
     def updated(self) -> Global___Call:
         """A call changed; terminal ones carry result or error."""
 
+    @_builtins.property
+    def session(self) -> _session_pb2.Session:
+        """A session of the job was granted, revoked or ended. On opening, all open ones are told of."""
+
     def __init__(
         self,
         *,
         accepted: Global___Call | None = ...,
         rejected: Global___SubmitRejected | None = ...,
         updated: Global___Call | None = ...,
+        session: _session_pb2.Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "message", b"message", "rejected", b"rejected", "updated", b"updated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "message", b"message", "rejected", b"rejected", "session", b"session", "updated", b"updated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "message", b"message", "rejected", b"rejected", "updated", b"updated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "message", b"message", "rejected", b"rejected", "session", b"session", "updated", b"updated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "rejected", "updated"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "rejected", "updated", "session"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

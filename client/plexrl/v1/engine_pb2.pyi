@@ -388,10 +388,15 @@ class EngineGenerateRequest(_message.Message):
     PROMPTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     EXECUTION_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
     weights_version: _builtins.int
     """The version that the generator must hold."""
     execution: _builtins.str
     """Names this execution, so that it can be parked; empty: it cannot."""
+    concurrent: _builtins.bool
+    """Joins others of the same deployment and version that run so, at the next step of the generator, and leaves them at its
+    own end. Same tokens; log-probabilities depend on who else was there in their last bits.
+    """
     @_builtins.property
     def prompts(self) -> _types_pb2.TokenBatch:
         """The prompts."""
@@ -407,10 +412,11 @@ class EngineGenerateRequest(_message.Message):
         prompts: _types_pb2.TokenBatch | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         execution: _builtins.str = ...,
+        concurrent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["execution", b"execution", "prompts", b"prompts", "sampling", b"sampling", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "execution", b"execution", "prompts", b"prompts", "sampling", b"sampling", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -564,7 +570,7 @@ Global___PreloadRequest: _TypeAlias = PreloadRequest  # noqa: Y015
 @_typing.final
 class EngineRequest(_message.Message):
     """One function for the child to run, in order of arrival: declare, attach_host, detach_host and preload one at a time, and
-    beside them the others one at a time.
+    beside them the others one at a time, but for concurrent generates that follow each other: those run together.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1107,12 +1113,17 @@ class EngineResponse(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     START_UNIX_NS_FIELD_NUMBER: _builtins.int
     END_UNIX_NS_FIELD_NUMBER: _builtins.int
+    GENERATOR_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request."""
     start_unix_ns: _builtins.int
-    """When the function began to run, in Unix time; of what ends the request."""
+    """When the function began to run, in Unix time; of what ends the request. Of generates that run together the stretches
+    are laid one after the other, each as long as its share of the device's time: they add up to what was used.
+    """
     end_unix_ns: _builtins.int
     """When it ended."""
+    generator_steps: _builtins.int
+    """generate: steps of the generator so far in this process."""
     @_builtins.property
     def progress(self) -> Global___EngineProgress:
         """It goes on."""
@@ -1184,10 +1195,11 @@ class EngineResponse(_message.Message):
         saved: Global___SavedStateResponse | None = ...,
         start_unix_ns: _builtins.int = ...,
         end_unix_ns: _builtins.int = ...,
+        generator_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "saved", b"saved", "scores", b"scores", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "end_unix_ns", b"end_unix_ns", "event", b"event", "failure", b"failure", "generation", b"generation", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "start_unix_ns", b"start_unix_ns", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "done", b"done", "end_unix_ns", b"end_unix_ns", "event", b"event", "failure", b"failure", "generation", b"generation", "generator_steps", b"generator_steps", "layout", b"layout", "progress", b"progress", "released", b"released", "request_id", b"request_id", "saved", b"saved", "scores", b"scores", "start_unix_ns", b"start_unix_ns", "state", b"state", "step", b"step", "swap", b"swap", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "failure", "done", "description", "layout", "state", "swap", "released", "generation", "scores", "train", "step", "saved"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

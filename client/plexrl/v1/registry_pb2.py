@@ -27,7 +27,7 @@ from plexrl.v1 import model_pb2 as plexrl_dot_v1_dot_model__pb2
 from plexrl.v1 import types_pb2 as plexrl_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18plexrl/v1/registry.proto\x12\tplexrl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15plexrl/v1/model.proto\x1a\x15plexrl/v1/types.proto\"\xac\x03\n\x12WorkerCapabilities\x12\x15\n\rarchitectures\x18\x01 \x03(\t\x12\'\n\ncall_kinds\x18\x02 \x03(\x0e\x32\x13.plexrl.v1.CallKind\x12\x1f\n\x06losses\x18\x03 \x03(\x0e\x32\x0f.plexrl.v1.Loss\x12(\n\nprecisions\x18\x04 \x03(\x0e\x32\x14.plexrl.v1.Precision\x12\x11\n\tcatalogue\x18\x05 \x03(\t\x12\x1a\n\x12\x64\x65vice_state_bytes\x18\x06 \x01(\x04\x12\x18\n\x10host_state_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x64\x65vice_name\x18\t \x01(\t\x12\x0f\n\x07threads\x18\n \x01(\r\x12\x14\n\x0cmachine_type\x18\x0b \x01(\t\x12\x1b\n\x13\x63heckpoint_store_id\x18\x0c \x01(\t\x12\x18\n\x10\x64isk_state_bytes\x18\r \x01(\x04\x12\x15\n\rmax_lora_rank\x18\x0e \x01(\r\x12\x10\n\x08prefetch\x18\x0f \x01(\x08\x12\x0e\n\x06yields\x18\x10 \x01(\x08\"\xf1\x01\n\x0fRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x36\n\x06labels\x18\x03 \x03(\x0b\x32&.plexrl.v1.RegisterRequest.LabelsEntry\x12\x33\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12\x12\n\nlife_nonce\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x01\n\x10RegisterResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0bleader_term\x18\x03 \x01(\x04\x12\x30\n\rsync_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x84\x02\n\x10\x44\x65ploymentStatus\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x30\n\tresidency\x18\x02 \x03(\x0b\x32\x1d.plexrl.v1.ComponentResidency\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x18\n\x10\x61pplied_sequence\x18\x04 \x01(\x04\x12\x12\n\nstate_lost\x18\x05 \x01(\x08\x12\x12\n\nhost_image\x18\x06 \x01(\x08\x12\x1b\n\x13host_image_sequence\x18\x07 \x01(\x04\x12\"\n\x1ahost_image_weights_version\x18\x08 \x01(\x04\x12\x10\n\x08revision\x18\t \x01(\x04\"\xc9\x01\n\x12SynchronizeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12\x30\n\x0b\x64\x65ployments\x18\x03 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12(\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x10\n\x08stopping\x18\x06 \x01(\x08\"/\n\x0b\x43\x61llAttempt\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"l\n\x13SynchronizeResponse\x12\x13\n\x0bleader_term\x18\x01 \x01(\x04\x12-\n\tdirective\x18\x02 \x01(\x0e\x32\x1a.plexrl.v1.WorkerDirective\x12\x11\n\tmodel_ids\x18\x03 \x03(\t*j\n\x0fWorkerDirective\x12 \n\x1cWORKER_DIRECTIVE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_DIRECTIVE_SERVE\x10\x01\x12\x19\n\x15WORKER_DIRECTIVE_STOP\x10\x02\x32\xa8\x01\n\x0fRegistryService\x12\x45\n\x08Register\x12\x1a.plexrl.v1.RegisterRequest\x1a\x1b.plexrl.v1.RegisterResponse\"\x00\x12N\n\x0bSynchronize\x12\x1d.plexrl.v1.SynchronizeRequest\x1a\x1e.plexrl.v1.SynchronizeResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18plexrl/v1/registry.proto\x12\tplexrl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15plexrl/v1/model.proto\x1a\x15plexrl/v1/types.proto\"\xce\x03\n\x12WorkerCapabilities\x12\x15\n\rarchitectures\x18\x01 \x03(\t\x12\'\n\ncall_kinds\x18\x02 \x03(\x0e\x32\x13.plexrl.v1.CallKind\x12\x1f\n\x06losses\x18\x03 \x03(\x0e\x32\x0f.plexrl.v1.Loss\x12(\n\nprecisions\x18\x04 \x03(\x0e\x32\x14.plexrl.v1.Precision\x12\x11\n\tcatalogue\x18\x05 \x03(\t\x12\x1a\n\x12\x64\x65vice_state_bytes\x18\x06 \x01(\x04\x12\x18\n\x10host_state_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x64\x65vice_name\x18\t \x01(\t\x12\x0f\n\x07threads\x18\n \x01(\r\x12\x14\n\x0cmachine_type\x18\x0b \x01(\t\x12\x1b\n\x13\x63heckpoint_store_id\x18\x0c \x01(\t\x12\x18\n\x10\x64isk_state_bytes\x18\r \x01(\x04\x12\x15\n\rmax_lora_rank\x18\x0e \x01(\r\x12\x10\n\x08prefetch\x18\x0f \x01(\x08\x12\x0e\n\x06yields\x18\x10 \x01(\x08\x12 \n\x18max_concurrent_generates\x18\x11 \x01(\r\"\xf1\x01\n\x0fRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x36\n\x06labels\x18\x03 \x03(\x0b\x32&.plexrl.v1.RegisterRequest.LabelsEntry\x12\x33\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12\x12\n\nlife_nonce\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x01\n\x10RegisterResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0bleader_term\x18\x03 \x01(\x04\x12\x30\n\rsync_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x84\x02\n\x10\x44\x65ploymentStatus\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x30\n\tresidency\x18\x02 \x03(\x0b\x32\x1d.plexrl.v1.ComponentResidency\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x18\n\x10\x61pplied_sequence\x18\x04 \x01(\x04\x12\x12\n\nstate_lost\x18\x05 \x01(\x08\x12\x12\n\nhost_image\x18\x06 \x01(\x08\x12\x1b\n\x13host_image_sequence\x18\x07 \x01(\x04\x12\"\n\x1ahost_image_weights_version\x18\x08 \x01(\x04\x12\x10\n\x08revision\x18\t \x01(\x04\"\xc9\x01\n\x12SynchronizeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x04\x12\x30\n\x0b\x64\x65ployments\x18\x03 \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12(\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x16.plexrl.v1.CallAttempt\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x10\n\x08stopping\x18\x06 \x01(\x08\"/\n\x0b\x43\x61llAttempt\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"l\n\x13SynchronizeResponse\x12\x13\n\x0bleader_term\x18\x01 \x01(\x04\x12-\n\tdirective\x18\x02 \x01(\x0e\x32\x1a.plexrl.v1.WorkerDirective\x12\x11\n\tmodel_ids\x18\x03 \x03(\t*j\n\x0fWorkerDirective\x12 \n\x1cWORKER_DIRECTIVE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_DIRECTIVE_SERVE\x10\x01\x12\x19\n\x15WORKER_DIRECTIVE_STOP\x10\x02\x32\xa8\x01\n\x0fRegistryService\x12\x45\n\x08Register\x12\x1a.plexrl.v1.RegisterRequest\x1a\x1b.plexrl.v1.RegisterResponse\"\x00\x12N\n\x0bSynchronize\x12\x1d.plexrl.v1.SynchronizeRequest\x1a\x1e.plexrl.v1.SynchronizeResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,24 +36,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_REGISTERREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERDIRECTIVE']._serialized_start=1599
-  _globals['_WORKERDIRECTIVE']._serialized_end=1705
+  _globals['_WORKERDIRECTIVE']._serialized_start=1633
+  _globals['_WORKERDIRECTIVE']._serialized_end=1739
   _globals['_WORKERCAPABILITIES']._serialized_start=118
-  _globals['_WORKERCAPABILITIES']._serialized_end=546
-  _globals['_REGISTERREQUEST']._serialized_start=549
-  _globals['_REGISTERREQUEST']._serialized_end=790
-  _globals['_REGISTERREQUEST_LABELSENTRY']._serialized_start=745
-  _globals['_REGISTERREQUEST_LABELSENTRY']._serialized_end=790
-  _globals['_REGISTERRESPONSE']._serialized_start=793
-  _globals['_REGISTERRESPONSE']._serialized_end=971
-  _globals['_DEPLOYMENTSTATUS']._serialized_start=974
-  _globals['_DEPLOYMENTSTATUS']._serialized_end=1234
-  _globals['_SYNCHRONIZEREQUEST']._serialized_start=1237
-  _globals['_SYNCHRONIZEREQUEST']._serialized_end=1438
-  _globals['_CALLATTEMPT']._serialized_start=1440
-  _globals['_CALLATTEMPT']._serialized_end=1487
-  _globals['_SYNCHRONIZERESPONSE']._serialized_start=1489
-  _globals['_SYNCHRONIZERESPONSE']._serialized_end=1597
-  _globals['_REGISTRYSERVICE']._serialized_start=1708
-  _globals['_REGISTRYSERVICE']._serialized_end=1876
+  _globals['_WORKERCAPABILITIES']._serialized_end=580
+  _globals['_REGISTERREQUEST']._serialized_start=583
+  _globals['_REGISTERREQUEST']._serialized_end=824
+  _globals['_REGISTERREQUEST_LABELSENTRY']._serialized_start=779
+  _globals['_REGISTERREQUEST_LABELSENTRY']._serialized_end=824
+  _globals['_REGISTERRESPONSE']._serialized_start=827
+  _globals['_REGISTERRESPONSE']._serialized_end=1005
+  _globals['_DEPLOYMENTSTATUS']._serialized_start=1008
+  _globals['_DEPLOYMENTSTATUS']._serialized_end=1268
+  _globals['_SYNCHRONIZEREQUEST']._serialized_start=1271
+  _globals['_SYNCHRONIZEREQUEST']._serialized_end=1472
+  _globals['_CALLATTEMPT']._serialized_start=1474
+  _globals['_CALLATTEMPT']._serialized_end=1521
+  _globals['_SYNCHRONIZERESPONSE']._serialized_start=1523
+  _globals['_SYNCHRONIZERESPONSE']._serialized_end=1631
+  _globals['_REGISTRYSERVICE']._serialized_start=1742
+  _globals['_REGISTRYSERVICE']._serialized_end=1910
 # @@protoc_insertion_point(module_scope)

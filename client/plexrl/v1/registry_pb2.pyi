@@ -68,6 +68,7 @@ class WorkerCapabilities(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
     YIELDS_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENT_GENERATES_FIELD_NUMBER: _builtins.int
     device_state_bytes: _builtins.int
     """Bytes of model state that the device may hold at a time, KV cache apart."""
     host_state_bytes: _builtins.int
@@ -90,6 +91,8 @@ class WorkerCapabilities(_message.Message):
     """Whether it takes PrefetchOrder."""
     yields: _builtins.bool
     """Whether it takes YieldOrder."""
+    max_concurrent_generates: _builtins.int
+    """Most generates of one model that run together; 0: one at a time."""
     @_builtins.property
     def architectures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face architecture names, e.g. Qwen3ForCausalLM."""
@@ -129,10 +132,11 @@ class WorkerCapabilities(_message.Message):
         max_lora_rank: _builtins.int = ...,
         prefetch: _builtins.bool = ...,
         yields: _builtins.bool = ...,
+        max_concurrent_generates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "max_lora_rank", b"max_lora_rank", "precisions", b"precisions", "prefetch", b"prefetch", "threads", b"threads", "yields", b"yields"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architectures", b"architectures", "call_kinds", b"call_kinds", "catalogue", b"catalogue", "checkpoint_store_id", b"checkpoint_store_id", "device_name", b"device_name", "device_state_bytes", b"device_state_bytes", "disk_state_bytes", b"disk_state_bytes", "host_state_bytes", b"host_state_bytes", "kv_cache_bytes", b"kv_cache_bytes", "losses", b"losses", "machine_type", b"machine_type", "max_concurrent_generates", b"max_concurrent_generates", "max_lora_rank", b"max_lora_rank", "precisions", b"precisions", "prefetch", b"prefetch", "threads", b"threads", "yields", b"yields"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

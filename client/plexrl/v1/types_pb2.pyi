@@ -294,6 +294,8 @@ class _CallReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallReason
     """Cancelled: its model was deleted."""
     CALL_REASON_MODEL_NOT_ACTIVE: _CallReason.ValueType  # 22
     """Failed: its model could not be built."""
+    CALL_REASON_SESSION_FULL: _CallReason.ValueType  # 23
+    """Waiting: as many calls of its session as it may have are with the engine."""
 
 class CallReason(_CallReason, metaclass=_CallReasonEnumTypeWrapper):
     """Why a call waits or how it ended."""
@@ -344,6 +346,8 @@ CALL_REASON_MODEL_DELETED: CallReason.ValueType  # 21
 """Cancelled: its model was deleted."""
 CALL_REASON_MODEL_NOT_ACTIVE: CallReason.ValueType  # 22
 """Failed: its model could not be built."""
+CALL_REASON_SESSION_FULL: CallReason.ValueType  # 23
+"""Waiting: as many calls of its session as it may have are with the engine."""
 Global___CallReason: _TypeAlias = CallReason  # noqa: Y015
 
 class _Tier:

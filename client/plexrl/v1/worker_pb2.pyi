@@ -313,6 +313,7 @@ class RunCallOrder(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     THROUGH_SEQUENCE_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job."""
     model_id: _builtins.str
@@ -332,6 +333,10 @@ class RunCallOrder(_message.Message):
     through_sequence: _builtins.int
     """Replay: the sequence number that the state stands at afterwards. Above `sequence` when calls follow that changed
     nothing, which are not replayed.
+    """
+    concurrent: _builtins.bool
+    """generate: runs together with other such calls of its model that are ordered before anything else is, each of which ends
+    by itself. Same tokens as alone; log-probabilities to 1e-5 in float32. Otherwise it runs alone.
     """
     @_builtins.property
     def call(self) -> _registry_pb2.CallAttempt:
@@ -354,10 +359,11 @@ class RunCallOrder(_message.Message):
         after_sequence: _builtins.int = ...,
         replay: _builtins.bool = ...,
         through_sequence: _builtins.int = ...,
+        concurrent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "concurrent", b"concurrent", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

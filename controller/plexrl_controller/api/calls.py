@@ -14,7 +14,7 @@ from plexrl_controller.api.validation import check_spec
 from plexrl_controller.dispatch import limits, submit
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.domain.errors import FailedPrecondition, InvalidArgument, NotFound
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, SessionId
 from plexrl_controller.domain.records import Call, Job
 from plexrl_controller.domain.states import CallKind
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -137,10 +137,13 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         if kind.sequenced != bool(request.sequence):
             want = "a sequence number from 1" if kind.sequenced else "sequence 0: it is not sequenced"
             raise InvalidArgument(f"sequence: {request.sequence}; {kind.name.lower()} takes {want}")
+        if request.session_id and kind is not CallKind.GENERATE:
+            raise InvalidArgument(f"session_id: only generate runs in a session, {kind.name.lower()} does not")
         spec_bytes = request.spec.SerializeToString(deterministic=True)
         spec_sha256 = hashlib.sha256(spec_bytes).hexdigest()
         tags = messages.labels_of(request.tags, "tags")
-        identity_of_content = repr((model.model_id, request.sequence, spec_sha256, sorted(tags.items())))
+        in_session = (request.session_id,) if request.session_id else ()
+        identity_of_content = repr((model.model_id, request.sequence, spec_sha256, sorted(tags.items()), *in_session))
         return submit.Submission(
             request_id=request_id,
             request_hash=hashlib.sha256(identity_of_content.encode()).hexdigest(),
@@ -151,6 +154,7 @@ class CallService(call_pb2_grpc.CallServiceServicer):
             spec_bytes=spec_bytes,
             spec_sha256=spec_sha256,
             tags=tags,
+            session_id=SessionId(request.session_id) if request.session_id else None,
             timeout_s=messages.seconds(request, "timeout", limits.DEFAULT_CALL_TIMEOUT_S, limits.CALL_TIMEOUT_RANGE_S),
         )
 

@@ -64,6 +64,8 @@ class JobStream:
         core, job_id = self._core, self._job.job_id
         for call_id in core.ledger.calls_of_job.get(job_id, ()):
             self._subscription.note(call_id)
+        for session in core.ledger.open_sessions(*core.ledger.models_of_job.get(job_id, ())):
+            self._subscription.note_session(session)
         reader = asyncio.create_task(self._read(first, frames))
         try:
             while True:
@@ -81,6 +83,9 @@ class JobStream:
                         message = frames_out.add(result_bytes).updated
                         if not messages.fill_small_call(message, core, call):
                             message.CopyFrom(await messages.full_call_message(core, call))
+                for session in self._subscription.take_sessions():
+                    present = core.ledger.sessions.get(session.session_id, session)
+                    frames_out.add().session.CopyFrom(messages.session_message(core, present))
                 for frame in frames_out.frames:
                     yield frame
                 if reader.done():
@@ -164,7 +169,7 @@ class JobStream:
                 else:
                     accepted.append(submit.accept_now(self._core, batch, submission))
             except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status
-                self._answer(request.request_id, error)
+                self._refuse(request.request_id, error)
         if accepted:
             self._pending += len(accepted)
             self._core.queue(batch, lambda error: self._accepted(accepted, error))
@@ -175,6 +180,19 @@ class JobStream:
         for call in accepted:
             self._answer(call.request_id, call if error is None else error)
         self._settled(len(accepted))
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        """Says no, once it is certain that this controller still leads: see `submit.submit`."""
+        self._pending += 1
+
+        def tell(lost: ControllerError | None) -> None:
+            self._answer(request_id, error if lost is None else lost)
+            self._settled(1)
+
+        try:
+            self._core.writer.confirm(tell)
+        except ControllerError as lost:
+            tell(lost)
 
     def _check_job(self, request: call_pb2.SubmitCallRequest) -> None:
         if request.job_id != self._job.job_id:

@@ -75,8 +75,8 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         ledger = self._core.ledger
         models = [ledger.models[m] for m in ledger.models_of_job.get(job.job_id, ())]
         calls = [ledger.calls[c] for c in ledger.calls_of_job.get(job.job_id, ())]
-        # What is told here must be durable: a client goes on from it.
-        await self._core.commit(self._core.batch())
+        # What is told here must be durable, and the newest: a client goes on from it.
+        await self._core.writer.confirmed()
         return job_pb2.AttachJobResponse(
             job=messages.job_message(self._core, job),
             models=[

@@ -7,14 +7,15 @@ from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
-from plexrl.v1 import admin_pb2, call_pb2, job_pb2, model_pb2, registry_pb2, types_pb2
+from plexrl.v1 import admin_pb2, call_pb2, job_pb2, model_pb2, registry_pb2, session_pb2, types_pb2
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.readiness import blocked
 from plexrl_controller.dispatch.replays import progress
+from plexrl_controller.dispatch.sessions import grant_of
 from plexrl_controller.domain.errors import InvalidArgument
 from plexrl_controller.domain.ids import RequestId
-from plexrl_controller.domain.records import Call, Checkpoint, Interval, Job, Model, Worker
+from plexrl_controller.domain.records import Call, Checkpoint, Interval, Job, Model, Session, Worker
 from plexrl_controller.domain.states import CallReason, CallState
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -174,6 +175,8 @@ def fill_call(message: call_pb2.Call, core: Core, call: Call) -> None:
     message.attempt = call.attempt
     message.weights_version = call.weights_version
     message.worker_id = call.worker_id or ""
+    if call.session_id is not None:
+        message.session_id = call.session_id
     message.progress_done, message.progress_total = core.ledger.progress.get(call.call_id, (0, 0))
     _fill_time(message.create_time, call.create_time)
     if call.start_time is not None:
@@ -185,6 +188,25 @@ def fill_call(message: call_pb2.Call, core: Core, call: Call) -> None:
 def _fill_time(message: timestamp_pb2.Timestamp, at: float) -> None:
     message.seconds = seconds = int(at)
     message.nanos = int((at - seconds) * 1e9)
+
+
+def session_message(core: Core, session: Session) -> session_pb2.Session:
+    """A session as it stands now."""
+    facts = core.ledger.session_facts.get(session.session_id)
+    grant = grant_of(core.ledger, session) if facts is not None else 0
+    return session_pb2.Session(
+        session_id=session.session_id,
+        job_id=session.job_id,
+        model_id=session.model_id,
+        state=session_pb2.SessionState.ValueType(session.state),
+        grant=session_pb2.SessionGrant.ValueType(grant),
+        max_concurrent=session.max_concurrent,
+        grace=duration(session.grace_s),
+        idle_limit=duration(session.idle_limit_s),
+        running=len(facts.in_flight) if facts is not None else 0,
+        create_time=timestamp(session.create_time),
+        end_time=timestamp(session.end_time),
+    )
 
 
 def call_message(core: Core, call: Call) -> call_pb2.Call:

@@ -10,6 +10,7 @@ from google.rpc import code_pb2
 from plexrl import wire
 from plexrl_controller.dispatch.ledger import Batch, Ledger, ModelCalls
 from plexrl_controller.dispatch.restore import replays_after, restore_points, shorten_log, what_is_left
+from plexrl_controller.domain.ids import ModelId
 from plexrl_controller.domain.records import Call, Job, Model, Record, Worker
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -17,6 +18,7 @@ from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.jobs import JobEvent
 from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.lifecycle.sessions import SessionEvent
 
 MAX_LOST_ATTEMPTS = 3
 """A call that has lost this many attempts to dying engines or workers fails."""
@@ -214,6 +216,8 @@ def _end_calls_of_model(batch: Batch, model: Model) -> None:
                     left = what_is_left(batch.ledger, model)
                     fail(batch, call, CallReason.STATE_LOST, model.message, code_pb2.ABORTED, left)
         case ModelState.FAILED:
+            for session in batch.ledger.open_sessions(model.model_id):
+                batch.transition(session, SessionEvent.CLOSE, end_time=batch.now)
             for call in batch.ledger.live_calls(model.model_id):
                 fail(
                     batch, call, CallReason.MODEL_NOT_ACTIVE, f"model {model.name} could not be built: {model.message}"
@@ -222,8 +226,10 @@ def _end_calls_of_model(batch: Batch, model: Model) -> None:
             _end_calls(batch, model.model_id, CallReason.MODEL_DELETED, f"model {model.name} was deleted")
 
 
-def _end_calls(batch: Batch, model_id: str, reason: CallReason, message: str) -> None:
-    index = batch.ledger.calls_of_model.get(model_id, ModelCalls())  # type: ignore[call-overload]
+def _end_calls(batch: Batch, model_id: ModelId, reason: CallReason, message: str) -> None:
+    for session in batch.ledger.open_sessions(model_id):
+        batch.transition(session, SessionEvent.CLOSE, end_time=batch.now)
+    index = batch.ledger.calls_of_model.get(model_id, ModelCalls())
     # Backwards, so that no successor fails for its predecessor's sake before it is ended for the true reason.
     for call_id in [*index.generates, *(c for _, c in sorted(index.sequenced.items(), reverse=True))]:
         end(batch, batch.ledger.calls[call_id], reason, message)

@@ -23,7 +23,7 @@ from plexrl_controller.dispatch.turns import Turns
 from plexrl_controller.dispatch.uploads import Uploads
 from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
 from plexrl_controller.domain.ids import CallId, Tenant, WorkerId
-from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Worker
+from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Session, Worker
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.lifecycle.models import ModelEvent
@@ -134,6 +134,8 @@ class Core:
             match effect, record:
                 case Effect.DELIVER, Call():
                     self.hub.publish(record)
+                case Effect.DELIVER, Session():
+                    self.hub.publish_session(record)
                 case Effect.SEND_ABORT, Call():
                     self._abort(record)
                 case Effect.DROP_MODELS, Model():
@@ -240,7 +242,7 @@ class Core:
                 return [record.worker_id]
             case Model():
                 return [record.worker_id] if record.worker_id is not None else []
-            case Call():
+            case Call() | Session():
                 model = self.ledger.models.get(record.model_id)
                 return [model.worker_id] if model is not None and model.worker_id is not None else []
             case Job():

@@ -16,6 +16,7 @@ from plexrl_controller.dispatch.learning import learn_interval, learn_return
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import replay_orders, restore_order
 from plexrl_controller.dispatch.replays import replayed_call
+from plexrl_controller.dispatch.sessions import grace_left_s, tell_grants
 from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.dispatch.yielding import ask_to_yield, yields_s
 from plexrl_controller.domain.errors import DataLoss, NotFound
@@ -51,6 +52,8 @@ class GroupCycle:
         """Decides until there is nothing more to give, and asks for the next turn where only time will bring one."""
         if self._reading is None:
             self._core.turns.wake_after(self._worker_id, self._step())
+        if self._core.ledger.sessions:
+            tell_grants(self._core, self._worker_id)
 
     def _step(self) -> float | None:
         """Returns seconds until it must be asked again, if it must."""
@@ -76,14 +79,20 @@ class GroupCycle:
                 # After a Serve comes another decision, which sees its residency changes.
                 begin_moves(core, self._worker_id, plan.background)
             match plan.action:
-                case Yield():
+                case Yield(job_id=job_id):
+                    if (left_s := grace_left_s(core, self._worker_id, job_id, now)) > 0.0:
+                        return left_s
                     ask_to_yield(core, self._worker_id)
                     return core.policy.chunk_s
-                case Wait():
-                    core.ledger.groups[self._worker_id].held_since = None
+                case Wait(revoked=revoked):
+                    group.held_since = None
+                    if revoked is None:
+                        group.revoked_at = None
+                    elif group.revoked_at is None:
+                        group.revoked_at = now
                     return max(0.0, plan.again_at - now) if plan.again_at is not None else None
                 case Hold(until=until):
-                    group = core.ledger.groups[self._worker_id]
+                    group.revoked_at = None
                     group.held_since = group.held_since if group.held_since is not None else now
                     return max(0.0, until - now)
                 case Serve() as serve:
@@ -127,6 +136,7 @@ class GroupCycle:
     def _occupy(self, batch: Batch, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         """The group is the served job's from now on, and the swap is on its way."""
         group = self._core.ledger.groups[self._worker_id]
+        group.revoked_at = None
         self._charge_hold(batch, now)
         if group.serving != decision.job_id:
             group.serving, group.slice_start = decision.job_id, now
@@ -223,7 +233,8 @@ class GroupCycle:
                     worker_id=worker.worker_id,
                     worker_incarnation=worker.incarnation,
                 )
-            orders.append(core.orders.run(call, self._spec(call), ready.after_sequence))
+            run = core.orders.run(call, self._spec(call), ready.after_sequence, concurrent=ready.concurrent)
+            orders.append(run)
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s
         self._occupy(batch, decision, calls, now)

@@ -1,11 +1,11 @@
-"""Who wants to know of which calls. Updates coalesce per call: a slow reader costs memory bounded by live calls."""
+"""Who wants to know of which calls and sessions. Updates coalesce: a slow reader costs memory for what is live."""
 
 import asyncio
 from collections import OrderedDict
 from typing import TypeVar
 
-from plexrl_controller.domain.ids import CallId, JobId
-from plexrl_controller.domain.records import Call
+from plexrl_controller.domain.ids import CallId, JobId, SessionId
+from plexrl_controller.domain.records import Call, Session
 
 
 class Subscription:
@@ -13,12 +13,23 @@ class Subscription:
 
     def __init__(self) -> None:
         self._changed: OrderedDict[CallId, None] = OrderedDict()
+        self._sessions: dict[SessionId, Session] = {}
         self._event = asyncio.Event()
 
     def note(self, call_id: CallId) -> None:
         """Marks a call as changed."""
         self._changed[call_id] = None
         self._event.set()
+
+    def note_session(self, session: Session) -> None:
+        """Marks a session as changed; the last version of it counts."""
+        self._sessions[session.session_id] = session
+        self._event.set()
+
+    def take_sessions(self) -> list[Session]:
+        """The sessions that changed since this was last asked; never waits."""
+        changed, self._sessions = list(self._sessions.values()), {}
+        return changed
 
     def wake(self) -> None:
         """Ends a wait for changes, with none."""
@@ -63,6 +74,11 @@ class Hub:
         """Tells everybody who watches the call or its job."""
         for watcher in (*self._jobs.get(call.job_id, ()), *self._calls.get(call.call_id, ())):
             watcher.note(call.call_id)
+
+    def publish_session(self, session: Session) -> None:
+        """Tells everybody who watches the session's job."""
+        for watcher in self._jobs.get(session.job_id, ()):
+            watcher.note_session(session)
 
 
 K = TypeVar("K")

@@ -98,11 +98,16 @@ def heartbeat(core: Core, job: Job, idle_s: float | None) -> float:
     facts, now = core.ledger.facts[job.job_id], core.clock.now()
     facts.lease_end = now + job.lease_s
     if idle_s is not None:
-        facts.idle_until = now + idle_s
-        for model_id in core.ledger.models_of_job.get(job.job_id, ()):
-            if (worker_id := core.ledger.models[model_id].worker_id) is not None:
-                core.wake(worker_id)
+        hint_idle(core, job, idle_s)
     return facts.lease_end
+
+
+def hint_idle(core: Core, job: Job, idle_s: float) -> None:
+    """The job says that it asks nothing for a while."""
+    core.ledger.facts[job.job_id].idle_until = core.clock.now() + idle_s
+    for model_id in core.ledger.models_of_job.get(job.job_id, ()):
+        if (worker_id := core.ledger.models[model_id].worker_id) is not None:
+            core.wake(worker_id)
 
 
 async def finish_job(core: Core, job: Job) -> Job:

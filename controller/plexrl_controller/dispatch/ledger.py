@@ -21,6 +21,7 @@ from plexrl_controller.domain.ids import (
     JobId,
     ModelId,
     RequestId,
+    SessionId,
     Tenant,
     TokenId,
     WorkerId,
@@ -35,13 +36,14 @@ from plexrl_controller.domain.records import (
     Payload,
     Record,
     Request,
+    Session,
     Snapshot,
     Token,
     Worker,
     changed,
 )
-from plexrl_controller.domain.states import CallKind, CallState, IntervalKind
-from plexrl_controller.lifecycle import calls, jobs, models, workers
+from plexrl_controller.domain.states import CallKind, CallState, IntervalKind, SessionGrant
+from plexrl_controller.lifecycle import calls, jobs, models, sessions, workers
 from plexrl_controller.lifecycle.machine import Effect, Machine
 from plexrl_controller.scheduling.estimates import Estimates
 from plexrl_controller.scheduling.fairness import Accounts
@@ -49,7 +51,7 @@ from plexrl_controller.scheduling.views import Demand
 from plexrl_controller.store.batch import Key, record_key
 from plexrl_controller.store.port import Account, Changes, LiveState
 
-R = TypeVar("R", Job, Model, Call, Worker)
+R = TypeVar("R", Job, Model, Call, Session, Worker)
 MAX_REMEMBERED_DEMANDS = 4096
 
 
@@ -77,6 +79,8 @@ class GroupState:
     held_since: float | None = None
     chunk_start: float = 0.0
     """When the calls in flight began, or were last asked to yield."""
+    revoked_at: float | None = None
+    """Since when the sessions of the served job have been revoked: another job is to have the group."""
     yielding: dict[CallId, None] = field(default_factory=dict)
     """Calls that were asked to yield and have neither done so nor ended."""
     on_device: set[ModelId] = field(default_factory=set)
@@ -123,6 +127,18 @@ class JobFacts:
     """Requests that replaced the client state, oldest first, with the hash of their content."""
 
 
+@dataclass
+class SessionFacts:
+    """Volatile facts about one open session."""
+
+    last_use: float
+    grant: SessionGrant = SessionGrant.WAITING
+    live: set[CallId] = field(default_factory=set)
+    """Its calls that are not terminal."""
+    in_flight: set[CallId] = field(default_factory=set)
+    """Of those the ones that its worker is to execute."""
+
+
 class Ledger:
     """Live records and their indexes."""
 
@@ -130,6 +146,10 @@ class Ledger:
         self.jobs: dict[JobId, Job] = {}
         self.models: dict[ModelId, Model] = {}
         self.calls: dict[CallId, Call] = {}
+        self.sessions: dict[SessionId, Session] = {}
+        """Those that are open."""
+        self.sessions_of_model: dict[ModelId, dict[SessionId, None]] = {}
+        self.session_facts: dict[SessionId, SessionFacts] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.checkpoints: dict[CheckpointId, Checkpoint] = {}
         self.snapshots_of_model: dict[ModelId, dict[int, Snapshot]] = {}
@@ -179,6 +199,9 @@ class Ledger:
         for worker in state.workers:
             self._put(worker)
             self.groups[worker.worker_id].last_sync = now
+        for session in state.sessions:
+            self._put(session)
+            self.session_facts[session.session_id].last_use = now
         for records in (
             state.models, state.calls, state.logged_calls, state.checkpoints, state.snapshots, state.tokens
         ):  # fmt: skip
@@ -207,6 +230,16 @@ class Ledger:
     def worker(self, worker_id: WorkerId) -> Worker:
         """A worker. Raises NotFound."""
         return _find(self.workers, worker_id, "worker")
+
+    def session_of(self, call: Call) -> Session | None:
+        """The open session that a call runs in; None where it runs alone."""
+        return self.sessions.get(call.session_id) if call.session_id is not None else None
+
+    def open_sessions(self, *model_ids: ModelId) -> list[Session]:
+        """The open sessions of some models."""
+        if not self.sessions:
+            return []
+        return [self.sessions[s] for model_id in model_ids for s in self.sessions_of_model.get(model_id, ())]
 
     def live_calls(self, model_id: ModelId) -> list[Call]:
         """A model's calls that are not terminal."""
@@ -292,6 +325,8 @@ class Ledger:
                 self.models_of_job.setdefault(record.job_id, {})
             case Model():
                 self._put_model(record)
+            case Session():
+                self._put_session(record)
             case Worker():
                 self.workers[record.worker_id] = record
                 self.groups.setdefault(record.worker_id, GroupState())
@@ -304,6 +339,18 @@ class Ledger:
             case Token():
                 self.tokens[record.token_id] = record
                 self.token_by_hash[record.token_sha256] = record.token_id
+
+    def _put_session(self, session: Session) -> None:
+        of_model = self.sessions_of_model.setdefault(session.model_id, {})
+        if session.state in sessions.TERMINAL:
+            for index in (self.sessions, self.session_facts, of_model):
+                index.pop(session.session_id, None)
+            if not of_model:
+                del self.sessions_of_model[session.model_id]
+        else:
+            self.sessions[session.session_id] = session
+            of_model[session.session_id] = None
+            self.session_facts.setdefault(session.session_id, SessionFacts(last_use=session.create_time))
 
     def _put_model(self, model: Model) -> None:
         before = self.models.get(model.model_id)
@@ -354,6 +401,9 @@ class Ledger:
         else:
             index.generates.pop(call.call_id, None)
             index.pending_generates.pop(call.call_id, None)
+        if call.session_id is not None and (session := self.session_facts.get(call.session_id)) is not None:
+            (session.live.add if live else session.live.discard)(call.call_id)
+            (session.in_flight.add if call.state in calls.IN_FLIGHT else session.in_flight.discard)(call.call_id)
         if call.worker_id is not None:
             on_worker = self.calls_on_worker.get(call.worker_id)
             if on_worker is None:
@@ -462,6 +512,7 @@ MACHINES: dict[str, Machine[Any, Any, Any]] = {
     "Job": jobs.MACHINE,
     "Model": models.MACHINE,
     "Call": calls.MACHINE,
+    "Session": sessions.MACHINE,
     "Worker": workers.MACHINE,
 }
 

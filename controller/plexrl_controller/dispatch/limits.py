@@ -4,6 +4,16 @@ MAX_OUTSTANDING_CALLS = 4096
 """Calls of a job that are not terminal or not acknowledged."""
 MAX_SEQUENCE_AHEAD = 1024
 """How far a sequence number may run ahead of the next one due."""
+MAX_SESSIONS_PER_MODEL = 8
+"""Open ones."""
+MAX_CONCURRENT = 64
+DEFAULT_CONCURRENT = 16
+"""Calls of a session that are with the engine at a time."""
+DEFAULT_GRACE_S = 5.0
+GRACE_RANGE_S = (0.0, 60.0)
+DEFAULT_IDLE_LIMIT_S = 3600.0
+IDLE_LIMIT_RANGE_S = (10.0, 86_400.0)
+MAX_IDLE_HINT_S = 86_400.0
 MAX_MODELS_PER_JOB = 16
 MAX_LIVE_JOBS_PER_TENANT = 256
 MAX_LABELS = 32

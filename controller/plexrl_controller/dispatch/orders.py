@@ -95,14 +95,17 @@ class OrderBook:
         order.prefetch.CopyFrom(worker_pb2.PrefetchOrder(model_id=model_id, tier=types_pb2.TIER_DEVICE))
         return order
 
-    def run(self, call: Call, spec: types_pb2.CallSpec, after_sequence: int) -> worker_pb2.Order:
-        """Execute the call's current attempt."""
+    def run(
+        self, call: Call, spec: types_pb2.CallSpec, after_sequence: int, *, concurrent: bool = False
+    ) -> worker_pb2.Order:
+        """Execute the call's current attempt, together with others or alone."""
         order = self._order(call.worker_incarnation)
         # In place: a message that is built apart is copied into its order.
         run = order.run_call
         run.call.call_id, run.call.attempt = call.call_id, call.attempt
         run.job_id, run.model_id = call.job_id, call.model_id
         run.sequence, run.after_sequence, run.weights_version = call.sequence, after_sequence, call.weights_version
+        run.concurrent = concurrent
         if call.kind is CallKind.SAVE_CHECKPOINT:
             run.new_checkpoint_id = call.checkpoint_id or ""
         run.spec.CopyFrom(spec)

@@ -4,15 +4,19 @@ The rules of program order and of versions live here and nowhere else; the cycle
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
+from plexrl_controller.dispatch.capabilities import capabilities_of
 from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
 from plexrl_controller.dispatch.replays import progress, ready_replays
-from plexrl_controller.domain.ids import CallId
-from plexrl_controller.domain.records import Call, Model
+from plexrl_controller.domain.ids import CallId, SessionId
+from plexrl_controller.domain.records import Call, Model, Session
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.scheduling.views import ReadyCall
 
+LOOKED_AT = 256
+"""Of a model's generates that wait, those that are looked at for ones that may run: a full session's may not."""
 READY_LIMIT = 64
 """Most ready calls of one model that a view carries: a group's window is not larger."""
 
@@ -64,16 +68,36 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
 def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float) -> list[ReadyCall]:
     expected_s = _expected_s(ledger, model, CallKind.GENERATE)
     found: list[ReadyCall] = []
-    for call_id in index.pending_generates:
+    rooms: dict[SessionId, int] = {}
+    for call_id in islice(index.pending_generates, LOOKED_AT):
         if len(found) >= READY_LIMIT:
             break
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
+            session = ledger.session_of(call)
+            if session is not None:
+                room = rooms.get(session.session_id)
+                room = session_room(ledger, model, session) if room is None else room
+                rooms[session.session_id] = room - 1
+                if room <= 0:
+                    continue
+            concurrent = session is not None
             since = ledger.ready_since.setdefault(call_id, now)
             ran_s = ledger.ran_s.get(call_id, 0.0)
             left_s = max(0.0, expected_s - ran_s) if expected_s is not None else None
-            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, left_s))
+            found.append(ReadyCall(call_id, model.model_id, CallKind.GENERATE, since, 0, left_s, concurrent))
     return found
+
+
+def session_room(ledger: Ledger, model: Model, session: Session) -> int:
+    """How many more of a session's calls its worker may be given now."""
+    worker = ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+    offered = capabilities_of(worker).max_concurrent_generates if worker is not None else 0
+    # Sessions of one model share what its worker runs together.
+    sharing = ledger.open_sessions(session.model_id)
+    running = sum(len(ledger.session_facts[each.session_id].in_flight) for each in sharing)
+    own = len(ledger.session_facts[session.session_id].in_flight)
+    return min(session.max_concurrent - own, max(1, offered) - running)
 
 
 def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
@@ -102,7 +126,7 @@ def blocked(ledger: Ledger, call: Call) -> Blocked | None:
     index = ledger.calls_of_model[model.model_id]
     if not call.kind.sequenced:
         if call.weights_version == model.weights_version:
-            return None
+            return _session_full(ledger, call, model)
         return Blocked(
             CallReason.VERSION_NOT_READY,
             f"it needs weights version {call.weights_version}; the worker has {model.weights_version}",
@@ -128,6 +152,15 @@ def blocked(ledger: Ledger, call: Call) -> Blocked | None:
             tuple(waiting[:16]),
         )
     return None
+
+
+def _session_full(ledger: Ledger, call: Call, model: Model) -> Blocked | None:
+    session = ledger.session_of(call)
+    if session is None or session_room(ledger, model, session) > 0:
+        return None
+    running = tuple(ledger.session_facts[session.session_id].in_flight)
+    text = f"{len(running)} calls of its session are with the engine; the session may have {session.max_concurrent}"
+    return Blocked(CallReason.SESSION_FULL, text, running[:16])
 
 
 def is_live(call: Call) -> bool:

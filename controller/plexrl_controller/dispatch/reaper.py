@@ -1,10 +1,11 @@
-"""What time ends: job leases, worker leases, call deadlines. And what memory may forget."""
+"""What time ends: job leases, worker leases, call deadlines, sessions that nobody uses. And what memory may forget."""
 
 from google.rpc import code_pb2
 
 from plexrl_controller.dispatch.cascade import error_of
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch, live_jobs
+from plexrl_controller.dispatch.sessions import expire_unused
 from plexrl_controller.dispatch.snapshots import order_due
 from plexrl_controller.dispatch.workers import lease_end, replace_models_of_lost_workers
 from plexrl_controller.domain.records import Call
@@ -38,6 +39,7 @@ async def reap(core: Core) -> None:
     late = [c for c in core.ledger.calls.values() if c.state not in call_lifecycle.TERMINAL and c.deadline < batch.now]
     for call in late:
         _expire(batch, core.ledger.calls[call.call_id])
+    expire_unused(core.ledger, batch)
     await core.commit(batch)
     await replace_models_of_lost_workers(core)
     await order_due(core)

@@ -38,12 +38,13 @@ def restore_order(core: Core, model: Model, worker: Worker) -> worker_pb2.Order:
     points = restore_points(core.ledger, model)
     base = RestorePoint(Source.BASE, model.applied_sequence, model.weights_version)
     point = points[0] if points else base
-    core.ledger.recoveries[model.model_id] = Recovery(point, worker.incarnation, core.clock.now())
     applied = point.sequence if replays_after(core.ledger, model, point.sequence) else model.applied_sequence
     log.info(
         "restore_ordered", model=model.model_id, worker=worker.worker_id, copy=str(point), recovery=model.recoveries
     )
-    return core.orders.deploy(model, worker.incarnation, point, applied)
+    order = core.orders.deploy(model, worker.incarnation, point, applied)
+    core.ledger.recoveries[model.model_id] = Recovery(point, worker.incarnation, core.clock.now(), order.order_id)
+    return order
 
 
 def restored(core: Core, batch: Batch, model: Model, built: worker_pb2.DeployedModel) -> None:
@@ -51,12 +52,12 @@ def restored(core: Core, batch: Batch, model: Model, built: worker_pb2.DeployedM
     recovery = core.ledger.recoveries.get(model.model_id)
     if recovery is None:
         return
-    stands_at = max(built.applied_sequence, recovery.point.sequence)
-    recovery.replays = replays_after(core.ledger, model, stands_at)
+    recovery.stands_at = max(built.applied_sequence, recovery.point.sequence)
+    recovery.replays = replays_after(core.ledger, model, recovery.stands_at)
     if recovery.replays:
         # The copy is there: it is not ordered again in this life of the worker.
         core.ledger.deploying[model.model_id] = recovery.incarnation
-        log.info("replay_begins", model=model.model_id, after=stands_at, calls=len(recovery.replays))
+        log.info("replay_begins", model=model.model_id, after=recovery.stands_at, calls=len(recovery.replays))
         core.wake(_worker_of(model))
     else:
         _recovered(core, batch, model, recovery)
@@ -118,6 +119,7 @@ def replay_ended(
     core.wake(_worker_of(model))
     if error is None:
         recovery.ended(order.place, done=True)
+        recovery.stands_at = replay.through
         _compare(core, batch, model, recovery, replay, finished, result)
         if recovery.position >= len(recovery.replays):
             _recovered(core, batch, core.ledger.models[model.model_id], recovery)
@@ -135,6 +137,7 @@ def _replay_failed(
     if error.reason == "SEQUENCE_MISMATCH" and stands_at >= replay.through:
         # Its outcome was lost on the way, or an execution of an earlier leader's order came first.
         recovery.ended(place, done=True)
+        recovery.stands_at = stands_at
         if recovery.position >= len(recovery.replays):
             _recovered(core, batch, model, recovery)
         return
@@ -214,6 +217,11 @@ def _deliver(core: Core, batch: Batch, call: Call, result: Payload) -> None:
 
 
 def _recovered(core: Core, batch: Batch, model: Model, recovery: Recovery) -> None:
+    if recovery.stands_at < model.applied_sequence:
+        # A call that changes nothing was heard of since the copy was ordered: its worker would refuse what follows it.
+        where = f"stands at sequence {recovery.stands_at}, calls up to {model.applied_sequence} have run"
+        lose_model_state(batch, model, f"what was restored {where}")
+        return
     seconds = batch.now - recovery.started
     replayed = len(recovery.replays or ())
     log.info(

@@ -121,8 +121,12 @@ class Recovery:
     point: RestorePoint
     incarnation: int
     started: float
+    order_id: int
+    """Of the deploy order whose report says that the copy is there; one of an earlier order says nothing about it."""
     replays: list[Replay] | None = None
     """None until the copy is restored."""
+    stands_at: int = 0
+    """Sequence number of what is on the worker."""
     position: int = 0
     """Replays before this one are done."""
     in_flight: set[int] = field(default_factory=set)

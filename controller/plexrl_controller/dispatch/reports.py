@@ -273,6 +273,12 @@ class ReportRecorder:
             if error is not None:
                 log.warning("order_failed", worker=worker_id, reason=error.reason, detail=error.message)
             return
+        if model.state is ModelState.RECOVERING:
+            recovery = ledger.recoveries.get(model_id)
+            if recovery is None or recovery.order_id != report.order_id:
+                # Of an order that was sent before its stream broke, or before what it restored was lost as well.
+                log.info("deploy_superseded", model=model_id, order=report.order_id)
+                return
         ledger.deploying.pop(model_id, None)
         if model.state is ModelState.DELETING:
             batch.transition(model, ModelEvent.DROPPED)

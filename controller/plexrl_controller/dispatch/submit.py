@@ -13,6 +13,7 @@ from plexrl_controller.dispatch.cascade import end, settle
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.replay_log import REPLAYED, is_logged
+from plexrl_controller.dispatch.sessions import not_open
 from plexrl_controller.domain.errors import (
     AlreadyExists,
     ControllerError,
@@ -21,7 +22,7 @@ from plexrl_controller.domain.errors import (
     OutOfRange,
     ResourceExhausted,
 )
-from plexrl_controller.domain.ids import CallId, CheckpointId, ModelId, RequestId
+from plexrl_controller.domain.ids import CallId, CheckpointId, ModelId, RequestId, SessionId
 from plexrl_controller.domain.records import Call, Job, Model, Payload
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, JobState, ModelState
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -43,6 +44,7 @@ class Submission:
     spec_sha256: str
     tags: Mapping[str, str]
     timeout_s: float
+    session_id: SessionId | None = None
 
 
 class Arrival:
@@ -78,6 +80,10 @@ async def submit(core: Core, arrival: Arrival, prepare: Callable[[], Awaitable[S
             submission = await prepare()
             known = ledger.call_by_request.get((submission.model.job_id, submission.request_id))
             accepted = await _write_and_post(core, submission) if known is None else None
+    except ControllerError:
+        # One that was replaced knows nothing of what the next one did, and must not say no.
+        await core.writer.confirmed()
+        raise
     finally:
         arrival.leave()
     if known is not None:
@@ -138,7 +144,10 @@ def _accept(core: Core, batch: Batch, submission: Submission, payload: Payload) 
         create_time=batch.now,
         deadline=batch.now + submission.timeout_s,
         checkpoint_id=_checkpoint_id(core, submission),
+        session_id=submission.session_id,
     )
+    if submission.session_id is not None:
+        ledger.session_facts[submission.session_id].last_use = batch.now
     if payload.inline is not None:
         ledger.specs[call.call_id] = submission.spec
     if submission.kind is CallKind.SYNC_WEIGHTS and submission.spec.sync_weights.in_flight == types_pb2.IN_FLIGHT_ABORT:
@@ -209,6 +218,10 @@ def _check_accepting(core: Core, job: Job, model: Model, submission: Submission)
         )
     if model.state is ModelState.STATE_LOST and submission.kind is not CallKind.LOAD_CHECKPOINT:
         raise FailedPrecondition(f"model {model.name}: {model.message}", reason="STATE_LOST")
+    if submission.session_id is not None:
+        session = core.ledger.sessions.get(submission.session_id)
+        if session is None or session.model_id != model.model_id:
+            raise not_open(submission.session_id)
     if model.role == model_pb2.MODEL_ROLE_REFERENCE and submission.kind in (
         CallKind.FORWARD_BACKWARD,
         CallKind.OPTIM_STEP,

@@ -1,9 +1,8 @@
 """Scheduling views, built from the ledger."""
 
 from dataclasses import replace
-from functools import lru_cache
 
-from plexrl.v1 import registry_pb2
+from plexrl_controller.dispatch.capabilities import capabilities_of
 from plexrl_controller.dispatch.learning import corrected_hint
 from plexrl_controller.dispatch.ledger import GroupState, JobFacts, Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
@@ -32,9 +31,15 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     in_flight: dict[JobId, int] = {}
     left_s: dict[JobId, float] = {}
     yields = False
-    for call in ledger.in_flight(worker_id):
+    running = ledger.in_flight(worker_id)
+    together = sum([ledger.session_of(call) is not None for call in running]) if ledger.sessions else 0
+    for call in running:
         expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
-        if call.job_id not in in_flight:
+        if ledger.session_of(call) is not None:
+            # What a call takes is its share of the device, and what it has had is one too.
+            ran_s = (now - call.start_time) / max(1, together) if call.start_time is not None else 0.0
+            expected_s = max(0.0, expected_s - ledger.ran_s.get(call.call_id, 0.0) - ran_s)
+        elif call.job_id not in in_flight:
             # Calls run one after the other: the first has run since the chunk began.
             expected_s = max(0.0, expected_s - ledger.ran_s.get(call.call_id, 0.0) - (now - group.chunk_start))
         in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
@@ -83,7 +88,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 weight=weight,
             )
         )
-    capabilities = _capabilities(worker.capabilities)
+    capabilities = capabilities_of(worker)
     return GroupView(
         worker_id=worker_id,
         available=group.connected and worker.state in SERVING_STATES and not group.stopping,
@@ -95,12 +100,6 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         chunk_start=group.chunk_start,
         background_moves=capabilities.prefetch,
     )
-
-
-@lru_cache(1024)
-def _capabilities(serialized: bytes) -> registry_pb2.WorkerCapabilities:
-    """What a worker can do, which it says once; only to be read."""
-    return registry_pb2.WorkerCapabilities.FromString(serialized)
 
 
 def _round_trip_s(measured_s: float | None) -> float:
@@ -121,7 +120,7 @@ def cluster_view(ledger: Ledger, now: float, *, with_disk: bool = False) -> Clus
 
 
 def _placed_group_view(ledger: Ledger, worker: Worker, with_disk: bool) -> PlacedGroupView:
-    capabilities = registry_pb2.WorkerCapabilities.FromString(worker.capabilities)
+    capabilities = capabilities_of(worker)
     group = ledger.groups[worker.worker_id]
     members: dict[JobId, MemberView] = {}
     for model_id in ledger.models_of_worker[worker.worker_id]:

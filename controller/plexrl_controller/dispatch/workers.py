@@ -113,12 +113,17 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     if worker.state is WorkerState.JOINING:
         worker = batch.transition(worker, WorkerEvent.OPEN_STREAM)
     await core.commit(batch)
+    for model_id in ledger.models_of_worker[worker_id]:
+        # What was under way is ordered again, once: from here on the group's turns order what is due.
+        for volatile in (ledger.deploying, ledger.recoveries, ledger.snapshotting):
+            volatile.pop(model_id, None)
     group.connected, group.last_sync = True, core.clock.now()
     group.on_device.clear()
     group.swaps.clear()
     group.status_revision = status.revision
     group.prefetched = None
     group.yielding.clear()
+    group.revoked_at = None
     group.chunk_start = core.clock.now()
     lost = core.batch()
     for deployment in status.deployments:
@@ -127,9 +132,6 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     _note_older_states(core, lost, worker_id, status)
     await core.commit(lost)
     for model_id in ledger.models_of_worker[worker_id]:
-        # What was under way is ordered again: the worker says how far it came.
-        for volatile in (ledger.deploying, ledger.recoveries, ledger.snapshotting):
-            volatile.pop(model_id, None)
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
@@ -160,7 +162,8 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
             continue
         earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
         after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
-        orders.append(core.orders.run(call, await core.spec(call), after))
+        concurrent = ledger.session_of(call) is not None
+        orders.append(core.orders.run(call, await core.spec(call), after, concurrent=concurrent))
         if call.state is CallState.CANCELLING:
             # Its end may have been reported into the broken stream: an abort alone would not bring that report back.
             orders.append(core.orders.abort(call))

@@ -5,6 +5,7 @@ from typing import NewType
 JobId = NewType("JobId", str)
 ModelId = NewType("ModelId", str)
 CallId = NewType("CallId", str)
+SessionId = NewType("SessionId", str)
 WorkerId = NewType("WorkerId", str)
 GroupId = NewType("GroupId", str)
 CheckpointId = NewType("CheckpointId", str)

@@ -15,6 +15,7 @@ from plexrl_controller.domain.ids import (
     JobId,
     ModelId,
     RequestId,
+    SessionId,
     SnapshotId,
     Tenant,
     TokenId,
@@ -28,6 +29,7 @@ from plexrl_controller.domain.states import (
     JobState,
     ModelState,
     Role,
+    SessionState,
     WorkerState,
 )
 
@@ -133,6 +135,28 @@ class Call:
     acknowledged: bool = False
     outcome_sha256: str = ""
     """Hash of the result of a call that can be replayed: what a replay is compared with."""
+    session_id: SessionId | None = None
+    """generate: the session that it was submitted in."""
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A grant for generates of one model that run together. When it was last used is not here, as with leases."""
+
+    session_id: SessionId
+    job_id: JobId
+    model_id: ModelId
+    tenant: Tenant
+    state: SessionState
+    max_concurrent: int
+    """Most of its calls that are with the engine at a time."""
+    grace_s: float
+    """How long its running calls have to end once another job is to have the group."""
+    idle_limit_s: float
+    """It expires when nothing of it was asked for so long."""
+    create_time: float
+    end_time: float | None = None
     revision: int = 1
 
 
@@ -242,16 +266,16 @@ class Request:
     request_id: RequestId
     request_hash: str
     resource_id: str
-    """Of a job or a model; what it was answered may follow, after an "@"."""
+    """Of a job, a model or a session; of the first two, what it was answered may follow, after an "@"."""
     create_time: float
 
     @property
     def holder_id(self) -> str:
-        """The job or model that the key lives as long as."""
+        """The job or model that the key lives as long as; one of a session goes with history."""
         return self.resource_id.partition("@")[0]
 
 
-Record = Job | Model | Call | Worker | Checkpoint | Snapshot | Token
+Record = Job | Model | Call | Session | Worker | Checkpoint | Snapshot | Token
 
 R = TypeVar("R")
 _Access = tuple[Callable[[Any], tuple[Any, ...]], dict[str, int]]

@@ -51,6 +51,22 @@ class CallState(IntEnum):
     EXPIRED = 9
 
 
+class SessionState(IntEnum):
+    """Whether a session takes calls (SessionState in session.proto)."""
+
+    OPEN = 1
+    CLOSED = 2
+    EXPIRED = 3
+
+
+class SessionGrant(IntEnum):
+    """Whether an open session's calls may run now (SessionGrant in session.proto)."""
+
+    WAITING = 1
+    GRANTED = 2
+    REVOKED = 3
+
+
 class CallKind(IntEnum):
     """The function of a call (CallKind in types.proto)."""
 
@@ -99,6 +115,7 @@ class CallReason(IntEnum):
     VERSION_GONE = 20
     MODEL_DELETED = 21
     MODEL_NOT_ACTIVE = 22
+    SESSION_FULL = 23
 
 
 class Role(IntEnum):

@@ -2,10 +2,16 @@
 
 from typing import Any
 
-from plexrl_controller.lifecycle import calls, jobs, models, workers
+from plexrl_controller.lifecycle import calls, jobs, models, sessions, workers
 from plexrl_controller.lifecycle.machine import Machine
 
-MACHINES: tuple[Machine[Any, Any, Any], ...] = (calls.MACHINE, models.MACHINE, jobs.MACHINE, workers.MACHINE)
+MACHINES: tuple[Machine[Any, Any, Any], ...] = (
+    calls.MACHINE,
+    sessions.MACHINE,
+    models.MACHINE,
+    jobs.MACHINE,
+    workers.MACHINE,
+)
 
 
 def render() -> str:

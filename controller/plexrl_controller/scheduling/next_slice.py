@@ -142,14 +142,18 @@ def _running(
                 return Yield(serving.job_id, chosen.job_id), None
             slice_end = view.slice_start + slice_s(serving, policy)
             again_at = min(now + policy.chunk_s, slice_end if slice_end > now else math.inf)
-    if serving is None or not _has_ready(serving):
+    if serving is None:
         return Wait("calls in flight"), again_at
     if starving or (waiting and not _keeps(view, serving, now, policy)):
-        return Wait("quantum used, calls in flight"), again_at
+        reason = "quantum used, calls in flight" if _has_ready(serving) else "calls in flight"
+        return Wait(reason, revoked=serving.job_id), again_at
+    if not _has_ready(serving):
+        return Wait("calls in flight"), again_at
     room = (policy.contended_window if waiting else policy.window) - view.in_flight
     room_s = policy.chunk_s - (serving.in_flight_left_s or 0.0)
     model = _model_of(serving)
-    if room <= 0 or room_s <= 0.0 or not model.on_device:
+    full = (room <= 0 or room_s <= 0.0) and not model.ready[0].concurrent
+    if full or not model.on_device:
         return Wait("calls in flight"), again_at
     return Serve(serving.job_id, _ahead(model.ready, room, room_s, 0.0)), again_at
 
@@ -252,13 +256,18 @@ def _serve(
 
 
 def _ahead(ready: Sequence[ReadyCall], window: int, limit_s: float, unknown_s: float) -> tuple[ReadyCall, ...]:
-    """The first calls that make up at most `limit_s` of work, at least one."""
+    """The first calls that make up at most `limit_s` of work and are at most `window`, at least one. Concurrent ones
+    begin at once and yield together: they are no work that lies ahead.
+    """
     taken = 0
+    alone = 0
     work_s = 0.0
-    for call in ready[:window]:
-        work_s += call.expected_s if call.expected_s is not None else unknown_s
-        if taken and work_s > limit_s:
-            break
+    for call in ready:
+        if not call.concurrent:
+            alone += 1
+            work_s += call.expected_s if call.expected_s is not None else unknown_s
+            if taken and (work_s > limit_s or alone > window):
+                break
         taken += 1
     return tuple(ready[:taken])
 

@@ -40,6 +40,8 @@ class Wait:
     """Nothing to give the group now; an event will say when."""
 
     reason: str
+    revoked: JobId | None = None
+    """The job whose calls are in flight and whose turn is over: it is given no more."""
 
 
 Action = Serve | Hold | Yield | Wait

@@ -22,6 +22,9 @@ class ReadyCall:
     """Sequenced calls: the number that must have been applied last when it runs."""
     expected_s: float | None = None
     """Estimated service, of a yielded call what remains of it; None while nothing is known."""
+    concurrent: bool = False
+    """It joins what runs and takes its share of the device then: nothing behind it waits for it alone. How many may run
+    so is settled before they are ready."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from plexrl_controller.domain.errors import ControllerError
-from plexrl_controller.domain.records import Call, Checkpoint, Job, Model, Record, Snapshot, Token, Worker
+from plexrl_controller.domain.records import Call, Checkpoint, Job, Model, Record, Session, Snapshot, Token, Worker
 from plexrl_controller.store.port import Changes
 
 FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
@@ -25,8 +25,10 @@ FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
             "weights_version",
             "create_time",
             "deadline",
+            "session_id",
         }
     ),
+    Session: frozenset(field.name for field in fields(Session)) - {"state", "end_time", "revision"},
     Worker: frozenset({"worker_id"}),
     Checkpoint: frozenset(field.name for field in fields(Checkpoint)) - {"label", "revision"},
     Snapshot: frozenset({"snapshot_id", "model_id", "job_id", "tenant", "slot"}),
@@ -40,6 +42,7 @@ _ID_OF: dict[type[Any], Callable[[Any], str]] = {
     Job: attrgetter("job_id"),
     Model: attrgetter("model_id"),
     Call: attrgetter("call_id"),
+    Session: attrgetter("session_id"),
     Worker: attrgetter("worker_id"),
     Checkpoint: attrgetter("checkpoint_id"),
     Snapshot: attrgetter("snapshot_id"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, SessionId, Tenant
 from plexrl_controller.domain.records import (
     Call,
     Checkpoint,
@@ -16,19 +16,20 @@ from plexrl_controller.domain.records import (
     Model,
     Record,
     Request,
+    Session,
     Snapshot,
     Token,
     Worker,
 )
 from plexrl_controller.domain.states import CallState, IntervalKind
-from plexrl_controller.lifecycle import calls, jobs, models
+from plexrl_controller.lifecycle import calls, jobs, models, sessions
 from plexrl_controller.store.batch import RowWrites, Update, changed_fixed_fields, coalesce, record_id
 from plexrl_controller.store.paging import Position, newest_first
 from plexrl_controller.store.port import Account, Changes, Listing, LiveState, Page, Tombstone
 
 _INTERVAL_BATCH = 1000
 
-_RECORDS = (Job, Model, Call, Worker, Checkpoint, Snapshot, Token)
+_RECORDS = (Job, Model, Call, Session, Worker, Checkpoint, Snapshot, Token)
 
 UniqueKey = tuple[str, ...]
 """What is unique, and its parts."""
@@ -40,6 +41,10 @@ def _job_live(job: Job) -> bool:
 
 def _model_live(model: Model) -> bool:
     return model.state not in models.TERMINAL
+
+
+def _session_live(session: Session) -> bool:
+    return session.state not in sessions.TERMINAL
 
 
 def _call_live(call: Call) -> bool:
@@ -87,6 +92,7 @@ class MemoryStore:
                 for call in self._calls.values()
                 if call.job_id in live_jobs and call.acknowledged and not _call_live(call) and call.spec is not None
             ),
+            sessions=_oldest_first(s for s in self._tables[Session].values() if _session_live(s)),
             workers=tuple(sorted(self._tables[Worker].values(), key=record_id)),
             checkpoints=_oldest_first(c for c in self._checkpoints.values() if c.model_id in live_models),
             snapshots=tuple(
@@ -130,6 +136,9 @@ class MemoryStore:
 
     async def get_call(self, call_id: CallId) -> Call | None:
         return self._calls.get(call_id)
+
+    async def get_session(self, session_id: SessionId) -> Session | None:
+        return self._tables[Session].get(session_id)
 
     async def get_checkpoint(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return self._checkpoints.get(checkpoint_id)
@@ -176,11 +185,15 @@ class MemoryStore:
             self._folded[job_id] = self._folded.get(job_id, Account(job_id)) + account
         self._events = [event for event in self._events if event.at >= before]
         self._drop(Call, (c for c in self._calls.values() if c.job_id in ended and not _call_live(c)))
+        grants = self._tables[Session]
+        over = (s for s in grants.values() if not _session_live(s))
+        self._drop(Session, (s for s in over if s.end_time is not None and s.end_time < before))
         models_gone = {m.model_id for m in self._models.values() if m.job_id in ended and not _model_live(m)}
         snapshots = self._tables[Snapshot]
         self._drop(Snapshot, (s for s in snapshots.values() if s.model_id in models_gone and not s.committed))
         needed = {c.model_id for c in self._calls.values()} | {c.model_id for c in self._checkpoints.values()}
         needed |= {snapshot.model_id for snapshot in snapshots.values()}
+        needed |= {session.model_id for session in grants.values()}
         gone = (m for m in self._models.values() if m.job_id in ended and not _model_live(m))
         self._drop(Model, (model for model in gone if model.model_id not in needed))
         parents = {m.job_id for m in self._models.values()} | {c.job_id for c in self._calls.values()}
@@ -289,11 +302,11 @@ def _accounts(intervals: Iterable[Interval]) -> dict[JobId, Account]:
     }
 
 
-def _position(record: Job | Model | Call | Checkpoint) -> Position:
+def _position(record: Job | Model | Call | Session | Checkpoint) -> Position:
     return record.create_time, record_id(record)
 
 
-T = TypeVar("T", Job, Model, Call, Checkpoint)
+T = TypeVar("T", Job, Model, Call, Session, Checkpoint)
 
 
 def _oldest_first(records: Iterable[T]) -> tuple[T, ...]:
@@ -320,5 +333,5 @@ def _parents(record: Record) -> Iterable[tuple[type[Any], str]]:
     match record:
         case Model():
             yield Job, record.job_id
-        case Call() | Checkpoint() | Snapshot():
+        case Call() | Session() | Checkpoint() | Snapshot():
             yield Model, record.model_id

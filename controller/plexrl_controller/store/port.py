@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, Tenant
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, RequestId, SessionId, Tenant
 from plexrl_controller.domain.records import (
     Call,
     Checkpoint,
@@ -19,6 +19,7 @@ from plexrl_controller.domain.records import (
     Model,
     Record,
     Request,
+    Session,
     Snapshot,
     Token,
     Worker,
@@ -68,6 +69,8 @@ class LiveState:
     """Acknowledged calls of live jobs."""
     logged_calls: Sequence[Call] = ()
     """Acknowledged calls of live jobs whose arguments are kept, because no snapshot covers them yet."""
+    sessions: Sequence[Session] = ()
+    """That are open."""
     workers: Sequence[Worker] = ()
     checkpoints: Sequence[Checkpoint] = ()
     snapshots: Sequence[Snapshot] = ()
@@ -149,6 +152,10 @@ class Store(Protocol):
         """A call in any state; result and spec are gone once acknowledged."""
         ...
 
+    async def get_session(self, session_id: SessionId) -> Session | None:
+        """A session in any state."""
+        ...
+
     async def get_checkpoint(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """A committed checkpoint."""
         ...
@@ -178,7 +185,8 @@ class Store(Protocol):
     async def prune(self, before: float) -> int:
         """Deletes history from before a time; returns the number of rows that went.
 
-        Events and intervals of anything; calls, models, jobs and request keys of jobs that ended before it. What a
+        Events and intervals of anything; sessions that ended before it; calls, models, jobs and request keys of jobs
+        that did. What a
         checkpoint belongs to stays. Accounts keep what deleted intervals summed up to.
         """
         ...

@@ -16,8 +16,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
-from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, Tenant
-from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model
+from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, SessionId, Tenant
+from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model, Session
 from plexrl_controller.store import reads, retention, rows, statements
 from plexrl_controller.store.batch import RowWrites, coalesce
 from plexrl_controller.store.paging import encode_cursor
@@ -73,6 +73,7 @@ class PostgresStore:
                 calls=tuple(sorted(held_calls, key=lambda call: (call.create_time, call.call_id))),
                 tombstones=tuple(Tombstone(*row) for row in await snapshot.execute(reads.TOMBSTONES)),
                 workers=await _all(snapshot, rows.WORKER, reads.WORKERS),
+                sessions=await _all(snapshot, rows.SESSION, reads.OPEN_SESSIONS),
                 logged_calls=await _all(snapshot, rows.CALL, reads.LOGGED_CALLS),
                 checkpoints=await _all(snapshot, rows.CHECKPOINT, reads.CHECKPOINTS_OF_LIVE_MODELS),
                 snapshots=await _all(snapshot, rows.SNAPSHOT, reads.SNAPSHOTS_OF_LIVE_MODELS),
@@ -132,6 +133,9 @@ class PostgresStore:
 
     async def get_call(self, call_id: CallId) -> Call | None:
         return await self._get(rows.CALL, call_id)
+
+    async def get_session(self, session_id: SessionId) -> Session | None:
+        return await self._get(rows.SESSION, session_id)
 
     async def get_checkpoint(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return await self._get(rows.CHECKPOINT, checkpoint_id)

@@ -20,6 +20,7 @@ from plexrl_controller.store.tables import (
     jobs,
     models,
     requests,
+    sessions,
     snapshots,
     tokens,
     workers,
@@ -31,6 +32,9 @@ BULK_FIELDS = ("spec", "result")
 
 LIVE_JOBS = select(*rows.JOB.columns).where(jobs.c.live).order_by(jobs.c.create_time, jobs.c.job_id)
 LIVE_MODELS = select(*rows.MODEL.columns).where(models.c.live).order_by(models.c.create_time, models.c.model_id)
+OPEN_SESSIONS = (
+    select(*rows.SESSION.columns).where(sessions.c.live).order_by(sessions.c.create_time, sessions.c.session_id)
+)
 WORKERS = select(*rows.WORKER.columns).order_by(workers.c.worker_id)
 TOKENS = select(*rows.TOKEN.columns).order_by(tokens.c.token_id)
 REQUESTS = select(*rows.REQUEST.columns).order_by(requests.c.create_time, requests.c.scope, requests.c.request_id)

@@ -1,8 +1,8 @@
 """What the store may forget, as statements: each deletes one batch, oldest first.
 
-History is the events and intervals of anything, and the calls, models, jobs and request keys of jobs that ended. A
-job's seconds outlive its intervals: they are folded into its account in the same statement. Whatever a checkpoint
-or snapshot belongs to stays, and of a live job nothing goes that a resend could ask for.
+History is the events and intervals of anything, sessions that ended, and the calls, models, jobs and request keys of
+jobs that did. A job's seconds outlive its intervals: they are folded into its account in the same statement. Whatever a
+checkpoint or snapshot belongs to stays, and of a live job nothing goes that a resend could ask for.
 """
 
 from sqlalchemy import text
@@ -50,6 +50,15 @@ WITH gone AS (
 )
 SELECT count(*) FROM gone"""
 
+SESSIONS = """
+WITH gone AS (
+    DELETE FROM sessions WHERE session_id IN (
+        SELECT session_id FROM sessions WHERE NOT live AND end_time < :before ORDER BY end_time LIMIT :rows
+    )
+    RETURNING 1
+)
+SELECT count(*) FROM gone"""
+
 SNAPSHOTS = """
 WITH gone AS (
     DELETE FROM snapshots WHERE snapshot_id IN (
@@ -68,6 +77,7 @@ WITH gone AS (
         WHERE NOT jobs.live AND jobs.end_time < :before AND NOT models.live
           AND NOT EXISTS (SELECT FROM checkpoints WHERE checkpoints.model_id = models.model_id)
           AND NOT EXISTS (SELECT FROM snapshots WHERE snapshots.model_id = models.model_id)
+          AND NOT EXISTS (SELECT FROM sessions WHERE sessions.model_id = models.model_id)
           AND NOT EXISTS (SELECT FROM calls WHERE calls.model_id = models.model_id)
         LIMIT :rows
     )
@@ -112,5 +122,5 @@ WITH gone AS (
 )
 SELECT count(*) FROM gone"""
 
-STEPS = tuple(text(step) for step in (EVENTS, INTERVALS, CALLS, SNAPSHOTS, MODELS, ACCOUNTS, JOBS, REQUESTS))
+STEPS = tuple(text(step) for step in (EVENTS, INTERVALS, CALLS, SESSIONS, SNAPSHOTS, MODELS, ACCOUNTS, JOBS, REQUESTS))
 """In an order in which nothing that is left refers to something that went."""

@@ -24,6 +24,7 @@ from plexrl_controller.domain.records import (
     Model,
     Payload,
     Request,
+    Session,
     Snapshot,
     Token,
     Worker,
@@ -151,6 +152,7 @@ def _codec(record: type[R], table: Table) -> RowCodec[R]:
 JOB = _codec(Job, tables.jobs)
 MODEL = _codec(Model, tables.models)
 CALL = _codec(Call, tables.calls)
+SESSION = _codec(Session, tables.sessions)
 WORKER = _codec(Worker, tables.workers)
 CHECKPOINT = _codec(Checkpoint, tables.checkpoints)
 SNAPSHOT = _codec(Snapshot, tables.snapshots)
@@ -159,5 +161,5 @@ INTERVAL = _codec(Interval, tables.intervals)
 EVENT = _codec(Event, tables.events)
 REQUEST = _codec(Request, tables.requests)
 
-RECORDS: tuple[RowCodec[Any], ...] = (JOB, MODEL, CALL, WORKER, CHECKPOINT, SNAPSHOT, TOKEN)
+RECORDS: tuple[RowCodec[Any], ...] = (JOB, MODEL, CALL, SESSION, WORKER, CHECKPOINT, SNAPSHOT, TOKEN)
 """In the order in which new rows may refer to each other."""

@@ -35,6 +35,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from plexrl_controller.domain.states import CallKind, CallState, IntervalKind, Role
 from plexrl_controller.lifecycle import jobs as job_life
 from plexrl_controller.lifecycle import models as model_life
+from plexrl_controller.lifecycle import sessions as session_life
 from plexrl_controller.lifecycle import workers as worker_life
 from plexrl_controller.lifecycle.machine import Machine
 
@@ -211,6 +212,7 @@ calls = Table(
     Column("end_time", Double),
     Column("acknowledged", Boolean, nullable=False),
     _text("outcome_sha256"),
+    Column("session_id", Text),
     *_revision(),
     UniqueConstraint("job_id", "request_id"),
     Index(
@@ -226,6 +228,26 @@ calls = Table(
     Index("calls_job_newest", "job_id", "create_time", "call_id"),
     comment="Requested function executions.",
     postgresql_with={"fillfactor": _FILLFACTOR_CALLS},
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    _text("job_id"),
+    Column("model_id", Text, ForeignKey("models.model_id"), nullable=False),
+    _text("tenant"),
+    *_state(session_life.MACHINE),
+    Column("max_concurrent", Integer, nullable=False),
+    _float("grace_s"),
+    _float("idle_limit_s"),
+    _float("create_time"),
+    Column("end_time", Double),
+    *_revision(),
+    Index("sessions_live", "session_id", postgresql_where=text("live")),
+    Index("sessions_oldest_end", "end_time", postgresql_where=text("NOT live")),
+    Index("sessions_model", "model_id"),
+    comment="Grants for generates of one model that run together.",
 )
 
 workers = Table(

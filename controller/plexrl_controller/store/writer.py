@@ -52,6 +52,8 @@ class _Waiting:
     rows: int
     inline_bytes: int
     then: Then
+    confirms: bool = False
+    """The store is asked although there is nothing to write."""
 
 
 class GroupWriter:
@@ -126,23 +128,23 @@ class GroupWriter:
             self._room.clear()
         self._work.set()
 
+    def confirm(self, then: Then) -> None:
+        """Tells `then` once all that was queued is durable and the store has said that this term still leads: what
+        memory shows was true when this was called.
+
+        Raises LeadershipLost or the error that stopped the writer.
+        """
+        self._check_open()
+        self._queue.append(_Waiting(Changes(), 0, 0, then, confirms=True))
+        self._work.set()
+
     def post(self, changes: Changes) -> asyncio.Future[None]:
         """Queues `changes`; the future resolves when they are durable, and need not be awaited.
 
         Raises LeadershipLost or the error that stopped the writer.
         """
         durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def tell(error: ControllerError | None) -> None:
-            if durable.done():
-                return
-            if error is None:
-                durable.set_result(None)
-            else:
-                durable.set_exception(error)
-                durable.exception()  # posted without a wait: `stopped` reports it
-
-        self.queue(changes, tell)
+        self.queue(changes, _resolving(durable))
         return durable
 
     async def commit(self, changes: Changes) -> None:
@@ -151,6 +153,12 @@ class GroupWriter:
         Raises LeadershipLost or the error that stopped the writer.
         """
         await asyncio.shield(self.post(changes))
+
+    async def confirmed(self) -> None:
+        """As `confirm`, for whoever waits."""
+        sure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.confirm(_resolving(sure))
+        await asyncio.shield(sure)
 
     async def flush(self) -> None:
         """Waits until everything queued so far is durable."""
@@ -186,7 +194,7 @@ class GroupWriter:
             self.before_commit()
             batch = self._next_batch()
             try:
-                if any(item.rows for item in batch):
+                if any(item.rows or item.confirms for item in batch):
                     await self._commit_until_durable(merge([item.changes for item in batch], token_hex(8)))
             except ControllerError as error:
                 _log.error("store_writer_stopped", reason=error.reason, message=error.message, term=self._term)
@@ -252,6 +260,21 @@ class GroupWriter:
 
 def _nothing() -> None:
     return None
+
+
+def _resolving(future: asyncio.Future[None]) -> Then:
+    """Resolves a future that need not be awaited."""
+
+    def tell(error: ControllerError | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+            future.exception()  # posted without a wait: `stopped` reports it
+
+    return tell
 
 
 def _told(error: ControllerError) -> ControllerError:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from google.protobuf import duration_pb2
 
 from plexrl import wire
-from plexrl.v1 import call_pb2, job_pb2, model_pb2, types_pb2
+from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2, types_pb2
 from plexrl_controller.domain.errors import ControllerError, NotFound, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from tests.simulation.faults.client_stream import ClientStream
@@ -45,8 +45,12 @@ class Client:
         self.broken: set[str] = set()
         """Models whose sequence must be resumed before it goes on."""
         self.made_version: dict[str, int] = {}
+        self.sessions: dict[str, str] = {}
+        """Open sessions by model, as far as this client knows."""
         self.last_renewal_s = 0.0
         self._seed = rng.getrandbits(16)
+        # Draws of its own, so that what else a client does is as it was before there were sessions.
+        self._session_rng = random.Random(self._seed)
         self._finishing = False
         self._numbers = 0
         self._round = 0
@@ -188,6 +192,8 @@ class Client:
         model_id = self.rng.choice(sorted(self.next))
         if model_id in self.broken:
             await self._mend(model_id)
+        if self._session_rng.random() < 0.3:
+            await self._change_session(model_id)
         functions = self.rng.choices(list(FUNCTIONS), list(FUNCTIONS.values()), k=self.rng.randint(1, 7))
         requests = []
         for function in functions:
@@ -211,6 +217,26 @@ class Client:
         if self.rng.random() < 0.75:
             await self._outcomes(requests, way)
             await self._acknowledge([r for r in requests if r.outcome is not None and self.rng.random() < 0.5])
+
+    async def _change_session(self, model_id: str) -> None:
+        """Opens a session of the model, or ends the one that it has."""
+        if (session_id := self.sessions.pop(model_id, None)) is not None:
+            close = session_pb2.CloseSessionRequest(request_id=self._id(), session_id=session_id)
+            await self._ask("SessionService", "CloseSession", close)
+            return
+        opening = session_pb2.OpenSessionRequest(
+            request_id=self._id(), model_id=model_id, max_concurrent=self._session_rng.randint(1, 4)
+        )
+        opening.grace.FromMilliseconds(self._session_rng.choice([0, 50, 2000]))
+        opening.idle_limit.seconds = self._session_rng.choice([10, 3600])
+        try:
+            session = await self._ask("SessionService", "OpenSession", opening)
+        except ControllerError as error:
+            # Those of its earlier processes may all be open.
+            if error.reason != "TOO_MANY_SESSIONS":
+                raise
+        else:
+            self.sessions[model_id] = session.session_id
 
     async def _send_all(self, requests: list[Request], way: str) -> None:
         order = list(requests)
@@ -239,6 +265,8 @@ class Client:
             spec=self._spec(model_id, function),
             timeout=timeout,
         )
+        if function == "generate" and self._session_rng.random() < 0.7:
+            message.session_id = self.sessions.get(model_id, "")
         request = Request(message, self.made_version.get(model_id, 0))
         self.job.requests[message.request_id] = request
         self.job.models[model_id].requests.append(request)
@@ -327,6 +355,8 @@ class Client:
                 pass
             case "NOT_FOUND" | "JOB_NOT_ACTIVE" | "MODEL_NOT_ACTIVE":
                 raise JobOver
+            case "SESSION_NOT_OPEN" if request.message.session_id:
+                self.sessions.pop(model_id, None)
             case "SEQUENCE_TAKEN" if self._overtaken(request):
                 pass
             case _:

@@ -87,6 +87,8 @@ class ClientStream:
                 elif info.code == code_pb2.INTERNAL:
                     client.world.blame(f"a submit was answered with INTERNAL: {info.message}")
                 self._answer(message.rejected.request_id, error)
+            case "session":
+                pass
             case _:
                 client.world.truth.hear(client.job, message.updated)
 

@@ -11,6 +11,7 @@ from plexrl_controller.api.admin import RegistryService
 from plexrl_controller.api.calls import CallService
 from plexrl_controller.api.jobs import JobService
 from plexrl_controller.api.models import ModelService
+from plexrl_controller.api.sessions import SessionService
 from plexrl_controller.api.status import normalize
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
@@ -81,6 +82,7 @@ class ControllerLife:
             "JobService": JobService(core),
             "ModelService": ModelService(core, cast(Any, self.transport)),
             "CallService": CallService(core),
+            "SessionService": SessionService(core),
             "RegistryService": RegistryService(core),
         }
         self.serving = True

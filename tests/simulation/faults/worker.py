@@ -187,6 +187,7 @@ class WorkerProcess:
                 machine_type="simulated",
                 checkpoint_store_id="shared",
                 yields=True,
+                max_concurrent_generates=64,
             ),
             life_nonce=self.nonce,
             version="0",
@@ -331,9 +332,21 @@ class WorkerProcess:
     # The device.
 
     async def _run_lane(self) -> None:
+        together: dict[asyncio.Task[None], str] = {}
+        """Concurrent calls that run, with their model."""
         while True:
             order, execution = await self.lane.get()
+            together = {task: model_id for task, model_id in together.items() if not task.done()}
+            joins = execution is not None and order.run_call.concurrent
+            if together and not (joins and set(together.values()) == {order.run_call.model_id}):
+                await asyncio.wait(together)
             incarnation = self.incarnation
+            if joins and execution is not None:
+                if execution.outcome is None and not execution.parked:
+                    task = asyncio.ensure_future(self._run_call(order, execution))
+                    self._tasks.append(task)
+                    together[task] = order.run_call.model_id
+                continue
             if execution is not None:
                 if execution.outcome is None and not execution.parked:
                     await self._run_call(order, execution)

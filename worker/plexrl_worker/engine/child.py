@@ -2,10 +2,10 @@
 
     python -m plexrl_worker.engine.child --fd 5 --parent-pid 4711 --engine vllm
 
-The main thread runs one function at a time; a second one runs those that move memory beside it (`BESIDE`); a reader
-thread takes frames, so that an abort is heard at once. The process ends when its parent dies (PR_SET_PDEATHSIG), when
-the socket closes, or by an error that is not a typed one of the engine inside start. It decides nothing: what to run,
-when, and what to do about failures is the daemon's.
+The main thread runs one function at a time, but for concurrent generates, which run together; a second one runs those
+that move memory beside it (`BESIDE`); a reader thread takes frames, so that an abort is heard at once. The process ends
+when its parent dies (PR_SET_PDEATHSIG), when the socket closes, or by an error that is not a typed one of the engine
+inside start. It decides nothing: what to run, when, and what to do about failures is the daemon's.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import ctypes
 import logging
 import mmap
 import os
-import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -28,10 +28,13 @@ import numpy as np
 from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, environment, frames, port
+from plexrl_worker.engine.concurrent import SharedTime
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Yielded
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.05
+# Of each of the generates that run together.
+_PROGRESS_TOGETHER_S = 0.25
 # While requests are queued, responses wait for each other so long, or until there are so many bytes of them.
 _TOGETHER_S = 0.002
 _TOGETHER_BYTES = 1 << 18
@@ -62,17 +65,58 @@ FACTORIES: dict[str, EngineFactory] = {"vllm": start_vllm, "fake": start_fake}
 # What another deployment can do while the main thread computes.
 BESIDE = frozenset({"declare", "attach_host", "detach_host", "preload"})
 
-_Requests = queue.SimpleQueue[tuple[e.EngineRequest, int | None]]
+# A request, with the file descriptor that came with it.
+Queued = tuple[e.EngineRequest, int | None]
+
+
+class Requests:
+    """Functions in order of arrival, put by one thread and taken by another. Bounded by the daemon, which has so many
+    calls in flight at most.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Queued] = deque()
+        self._came = threading.Condition()
+
+    def put(self, queued: Queued) -> None:
+        """Adds one at the end."""
+        with self._came:
+            self._waiting.append(queued)
+            self._came.notify()
+
+    def get(self) -> Queued:
+        """Waits for the next one."""
+        with self._came:
+            while not self._waiting:
+                self._came.wait()
+            return self._waiting.popleft()
+
+    def take_while(self, wanted: Callable[[e.EngineRequest], bool]) -> list[Queued]:
+        """Takes those at the front that are wanted."""
+        taken: list[Queued] = []
+        if not self._waiting:
+            return taken
+        with self._came:
+            while self._waiting and wanted(self._waiting[0][0]):
+                taken.append(self._waiting.popleft())
+        return taken
+
+    def empty(self) -> bool:
+        """Whether none waits."""
+        return not self._waiting
 
 
 class RequestControl:
-    """The Control of one request: heard through the child's abort set, speaks in throttled progress frames, the first
-    of them at once, or after an interval for functions that are often shorter.
+    """The Control of one request: heard through the child's abort set, speaks in progress frames, one per interval, the
+    first of them at once, or after an interval for functions that are often shorter.
     """
 
-    def __init__(self, child: "Child", request_id: int, first_after_s: float = 0.0) -> None:
+    def __init__(
+        self, child: "Child", request_id: int, first_after_s: float = 0.0, interval_s: float = _PROGRESS_INTERVAL_S
+    ) -> None:
         self._child = child
         self._request_id = request_id
+        self._interval_s = interval_s
         self._next_frame_s = time.monotonic() + first_after_s
 
     def aborted(self) -> bool:
@@ -88,7 +132,7 @@ class RequestControl:
         """Sends a progress frame, at most one per interval."""
         now_s = time.monotonic()
         if now_s >= self._next_frame_s:
-            self._next_frame_s = now_s + _PROGRESS_INTERVAL_S
+            self._next_frame_s = now_s + self._interval_s
             self._child.send(
                 e.EngineResponse(request_id=self._request_id, progress=e.EngineProgress(done=done, total=total))
             )
@@ -102,9 +146,8 @@ class Child:
         self._directory = directory
         self._factory = factory
         self._engine: port.Engine | None = None
-        # Bounded by the daemon, which has so many calls in flight at most.
-        self._requests: _Requests = queue.SimpleQueue()
-        self._moves: _Requests = queue.SimpleQueue()
+        self._requests = Requests()
+        self._moves = Requests()
         # Requests that came and are not answered; what is asked of others comes too late and is not kept.
         self._open: set[int] = set()
         self._aborted: set[int] = set()
@@ -120,17 +163,26 @@ class Child:
         threading.Thread(target=self._serve, args=(self._moves,), name="engine-moves", daemon=True).start()
         self._serve(self._requests)
 
-    def _serve(self, requests: _Requests) -> None:
+    def _serve(self, requests: Requests) -> None:
         while True:
             request, descriptor = requests.get()
             start_unix_ns = time.time_ns()
+            if request.generate.concurrent and self._engine is not None:
+                Together(self, self._engine, request, requests).run(start_unix_ns)
+                continue
             response = self._answer(request, descriptor)
-            response.request_id = request.request_id
             response.start_unix_ns, response.end_unix_ns = start_unix_ns, time.time_ns()
-            with self._lock:
-                for ids in (self._open, self._aborted, self._yielding):
-                    ids.discard(request.request_id)
-            self.send(response, more_follows=not requests.empty())
+            self.finish(request, response, more_follows=not requests.empty())
+
+    def finish(self, request: e.EngineRequest, response: e.EngineResponse, *, more_follows: bool) -> None:
+        """Answers a request: nothing that is asked of it from now on is kept."""
+        response.request_id = request.request_id
+        if self._engine is not None and request.HasField("generate"):
+            response.generator_steps = self._engine.generator_steps
+        with self._lock:
+            for ids in (self._open, self._aborted, self._yielding):
+                ids.discard(request.request_id)
+        self.send(response, more_follows=more_follows)
 
     def send(self, response: e.EngineResponse, *, more_follows: bool = False) -> None:
         """Sends a frame, or keeps it for a moment when another follows; ends the process when the daemon is gone."""
@@ -194,20 +246,18 @@ class Child:
     def _answer(self, request: e.EngineRequest, descriptor: int | None) -> e.EngineResponse:
         function = request.WhichOneof("function")
         try:
-            if self.is_aborted(request.request_id):
-                raise Aborted("the request was aborted before it began")
-            if function == "generate" and self.is_yielding(request.request_id):
-                raise Yielded("the request gave way before it began")
+            self.check_wanted(request)
             return self._run(request, descriptor)
-        except EngineError as error:
-            return e.EngineResponse(failure=e.EngineFailure(reason=error.reason, message=str(error)))
-        except MemoryError as error:
-            return e.EngineResponse(failure=e.EngineFailure(reason="OUT_OF_MEMORY", message=f"{function}: {error}"))
         # The daemon decides what an unforeseen error means for the state: it gets it typed, and the log gets the trace.
-        except Exception as error:
-            log.exception("engine_function_failed function=%s", function)
-            message = f"{function}: {type(error).__name__}: {error}"
-            return e.EngineResponse(failure=e.EngineFailure(reason=EngineError.reason, message=message))
+        except Exception as error:  # noqa: BLE001
+            return failure(str(function), error)
+
+    def check_wanted(self, request: e.EngineRequest) -> None:
+        """Raises Aborted or Yielded for a request that was asked to end or to give way before it began."""
+        if self.is_aborted(request.request_id):
+            raise Aborted("the request was aborted before it began")
+        if request.HasField("generate") and self.is_yielding(request.request_id):
+            raise Yielded("the request gave way before it began")
 
     def _run(self, request: e.EngineRequest, descriptor: int | None) -> e.EngineResponse:
         function = request.WhichOneof("function")
@@ -221,6 +271,89 @@ class Child:
         first_after_s = _PROGRESS_INTERVAL_S if function == "generate" else 0.0
         control = RequestControl(self, request.request_id, first_after_s)
         return run_function(self._engine, request, descriptor, control)
+
+
+class Together:
+    """Concurrent generates that run together: those of one deployment and version that follow each other in the queue.
+
+    An engine's Arrivals: the first, and while it runs those that come. Each is answered at its own end.
+    """
+
+    def __init__(self, child: Child, engine: port.Engine, first: e.EngineRequest, requests: Requests) -> None:
+        self._child = child
+        self._engine = engine
+        self._first = first
+        self._requests = requests
+        self._coming = [first]
+        self._running: dict[port.ConcurrentGenerate, e.EngineRequest] = {}
+
+    def run(self, now_ns: int) -> None:
+        """Returns when none is left and all are answered."""
+        self._time = SharedTime(now_ns)
+        generate = self._first.generate
+        try:
+            self._engine.generate_concurrently(self._first.deployment_id, generate.weights_version, self)
+        except Exception as error:  # noqa: BLE001 - as in Child._answer: whoever has not ended ends with it
+            for request in self._coming:
+                self._time.join(request.request_id, time.time_ns())
+            for request in [*self._coming, *self._running.values()]:
+                self._answer(request, failure("generate", error))
+
+    def take(self) -> Sequence[port.ConcurrentGenerate]:
+        """See port.Arrivals."""
+        self._child.send_late()
+        coming, self._coming = self._coming, []
+        if not coming:
+            coming = [request for request, _ in self._requests.take_while(self._joins)]
+        taken: list[port.ConcurrentGenerate] = []
+        for request in coming:
+            self._time.join(request.request_id, time.time_ns())
+            try:
+                self._child.check_wanted(request)
+                generate = self._generate(request)
+            except Exception as error:  # noqa: BLE001 - as in Child._answer: it ends this one alone
+                self._answer(request, failure("generate", error))
+            else:
+                self._running[generate] = request
+                taken.append(generate)
+        return taken
+
+    def ended(self, generate: port.ConcurrentGenerate, outcome: port.Generation | EngineError) -> None:
+        """See port.Arrivals."""
+        if isinstance(outcome, EngineError):
+            response = failure("generate", outcome)
+        else:
+            response = e.EngineResponse(generation=codec.generation_result(outcome))
+        self._answer(self._running.pop(generate), response)
+
+    def _joins(self, request: e.EngineRequest) -> bool:
+        generate, first = request.generate, self._first.generate
+        of_same = request.deployment_id == self._first.deployment_id
+        return generate.concurrent and of_same and generate.weights_version == first.weights_version
+
+    def _generate(self, request: e.EngineRequest) -> port.ConcurrentGenerate:
+        control = RequestControl(self._child, request.request_id, _PROGRESS_INTERVAL_S, _PROGRESS_TOGETHER_S)
+        prompts = codec.token_batch(request.generate.prompts, name="prompts")
+        params = codec.sampling(request.generate.sampling)
+        return port.ConcurrentGenerate(prompts, params, control, request.generate.execution)
+
+    def _answer(self, request: e.EngineRequest, response: e.EngineResponse) -> None:
+        response.start_unix_ns, response.end_unix_ns = self._time.leave(request.request_id, time.time_ns())
+        # Its next turn may wait for it: it does not wait for the end of another step.
+        self._child.finish(request, response, more_follows=False)
+
+
+def failure(function: str, error: Exception) -> e.EngineResponse:
+    """The answer of a function that raised."""
+    match error:
+        case EngineError():
+            reason, message = error.reason, str(error)
+        case MemoryError():
+            reason, message = "OUT_OF_MEMORY", f"{function}: {error}"
+        case _:
+            log.error("engine_function_failed function=%s", function, exc_info=error)
+            reason, message = EngineError.reason, f"{function}: {type(error).__name__}: {error}"
+    return e.EngineResponse(failure=e.EngineFailure(reason=reason, message=message))
 
 
 def run_function(

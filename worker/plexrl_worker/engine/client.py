@@ -48,7 +48,10 @@ class EngineCall(Generic[T]):
         self.start_unix_ns = 0
         """When it began to run in the child; 0 until it has ended."""
         self.end_unix_ns = 0
+        self.generator_steps = 0
+        """Of a generate that has ended: steps of the engine's generator so far."""
         self.on_progress: ProgressListener | None = None
+        self.on_end: Callable[[], None] | None = None
         self.process = process
         self._unpack = unpack
         self._response: e.EngineResponse | None = None
@@ -95,6 +98,7 @@ class EngineCall(Generic[T]):
         if self.done():
             return
         self.start_unix_ns, self.end_unix_ns = response.start_unix_ns, response.end_unix_ns
+        self.generator_steps = response.generator_steps
         if response.HasField("failure"):
             self._fail(error_of(response.failure.reason, response.failure.message))
         else:
@@ -107,6 +111,8 @@ class EngineCall(Generic[T]):
             self._wake()
 
     def _wake(self) -> None:
+        if self.on_end is not None:
+            self.on_end()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -300,11 +306,24 @@ class EngineProcess:
         return self._call(request, lambda r: port.DeviceRelease(r.released.released_bytes, r.released.held_bytes))
 
     def generate(
-        self, deployment_id: str, spec: t.GenerateSpec, weights_version: int, execution: str = ""
+        self,
+        deployment_id: str,
+        spec: t.GenerateSpec,
+        weights_version: int,
+        execution: str = "",
+        *,
+        concurrent: bool = False,
     ) -> EngineCall[t.GenerateResult]:
-        """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate."""
+        """Samples from exactly `weights_version`, whatever spec.version says; see port.Engine.generate.
+
+        Concurrent ones that follow each other run together: see port.Engine.generate_concurrently.
+        """
         generate = e.EngineGenerateRequest(
-            weights_version=weights_version, prompts=spec.prompts, sampling=spec.sampling, execution=execution
+            weights_version=weights_version,
+            prompts=spec.prompts,
+            sampling=spec.sampling,
+            execution=execution,
+            concurrent=concurrent,
         )
         request = e.EngineRequest(deployment_id=deployment_id, generate=generate)
         return self._call(request, lambda r: r.generation)

@@ -21,10 +21,12 @@ from safetensors.numpy import load_file, save_file
 
 from plexrl_worker.engine import checkpoints, losses
 from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.concurrent import alone
 from plexrl_worker.engine.errors import (
     Aborted,
     CheckpointMismatch,
     DeviceNotHeld,
+    EngineError,
     InvalidArgument,
     NonFinite,
     ParkedStateCorrupt,
@@ -35,14 +37,16 @@ from plexrl_worker.engine.errors import (
     Yielded,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.fake_model import FakeDeployment, Sampled, checksum, log_softmax, sample
+from plexrl_worker.engine.fake_model import FakeDeployment, Sampled, Sampling, checksum, log_softmax
 from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
     AdamWParams,
+    Arrivals,
     Base,
     ByteArray,
     Component,
+    ConcurrentGenerate,
     Control,
     DeploymentSettings,
     DeploymentState,
@@ -67,7 +71,6 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
-from plexrl_worker.engine.seeds import completion_seed
 
 _TABLE = "table"
 
@@ -92,6 +95,7 @@ class FakeEngine:
         self._deployments: dict[str, FakeDeployment] = {}
         self._holds_device = True
         self._parked: dict[str, Sampled] = {}
+        self._steps = 0
         self._faults.strike("start", None)
 
     def describe(self) -> EngineDescription:
@@ -239,42 +243,53 @@ class FakeEngine:
         control: Control,
         execution: str = "",
     ) -> Generation:
-        """See port.Engine. It yields between completions."""
+        """See port.Engine."""
+        generate = ConcurrentGenerate(prompts, params, control, execution)
+        return alone(partial(self.generate_concurrently, deployment_id, weights_version), generate)
+
+    def generate_concurrently(self, deployment_id: str, weights_version: int, arrivals: Arrivals) -> None:
+        """See port.Engine. A step samples one completion of each."""
         deployment = self._on_device(deployment_id, "generate", None)
         self._rollout(deployment, weights_version, "generate")
+        running: list[Sampling] = []
+        while True:
+            for generate in arrivals.take():
+                try:
+                    running.append(self._begin(deployment_id, weights_version, generate))
+                except EngineError as error:
+                    arrivals.ended(generate, error)
+            if not running:
+                return
+            self._steps += 1
+            for sampling in list(running):
+                outcome: Generation | EngineError | None
+                try:
+                    outcome = sampling.go_on(partial(deployment.rollout_row, vocab_size=self._vocab_size), self._faults)
+                except EngineError as error:
+                    outcome = error
+                    if isinstance(error, Yielded):
+                        self._parked[sampling.generate.execution] = sampling.sampled
+                if outcome is not None:
+                    running.remove(sampling)
+                    arrivals.ended(sampling.generate, outcome)
+
+    @property
+    def generator_steps(self) -> int:
+        """See port.Engine."""
+        return self._steps
+
+    def _begin(self, deployment_id: str, weights_version: int, generate: ConcurrentGenerate) -> Sampling:
+        prompts, params = generate.prompts, generate.params
         losses.check_tokens(prompts, self._vocab_size, self._max_sequence_tokens)
         check_sampling(params, prompts, self._max_sequence_tokens)
         if params.stop:
             raise InvalidArgument("stop strings need a tokenizer, which the fake engine does not have")
-        self._faults.strike("generate", control)
-        row_after = partial(deployment.rollout_row, vocab_size=self._vocab_size)
-        last_tokens = [int(prompts.token_ids[end - 1]) for end in accumulate(prompts.lengths.tolist())]
-        sampled = self._parked.pop(execution, None)
+        self._faults.strike("generate", generate.control)
+        sampled = self._parked.pop(generate.execution, None)
         if sampled is None or (sampled.deployment_id, sampled.weights_version) != (deployment_id, weights_version):
             sampled = Sampled(deployment_id, weights_version)
-        total = len(last_tokens) * params.n
-        for index in range(len(sampled.lengths), total):
-            if control.aborted():
-                raise Aborted("generate was aborted")
-            if execution and control.yielding():
-                self._parked[execution] = sampled
-                raise Yielded(f"{index} of {total} completions are sampled, and kept")
-            self._faults.strike(f"completion-{index}", control)
-            prompt_index, completion_index = divmod(index, params.n)
-            seed = completion_seed(params.seed, prompt_index, completion_index)
-            ids, scores, reason = sample(row_after, last_tokens[prompt_index], params, seed)
-            sampled.token_ids += ids
-            sampled.logprobs += scores
-            sampled.lengths.append(len(ids))
-            sampled.reasons.append(reason)
-            control.progress(index + 1, total)
-        return Generation(
-            token_ids=np.array(sampled.token_ids, np.int32),
-            lengths=np.array(sampled.lengths, np.int32),
-            logprobs=np.array(sampled.logprobs if params.logprobs else [], np.float32),
-            finish_reasons=tuple(sampled.reasons),
-            weights_version=weights_version,
-        )
+        last_tokens = [int(prompts.token_ids[end - 1]) for end in accumulate(prompts.lengths.tolist())]
+        return Sampling(generate, sampled, last_tokens)
 
     def forget_execution(self, execution: str) -> None:
         """See port.Engine."""

@@ -5,8 +5,9 @@
 function: a method of the port, start, load (a state really comes onto the device: by swap_in, unless preload has
 brought it), or completion-N, before the Nth completion of a generate is sampled. fault: crash (SIGKILL of the process,
 in the middle of the function), exit (code 3), hang (forever), slow (`delay_s`, cut short by abort and yield), fail (an
-error that is not typed), out_of_memory, leak
-(`leak_bytes` more held by each call). flag_file: the fault strikes only while that file exists, and removes it: once.
+error that is not typed), out_of_memory, leak (`leak_bytes` more held by each call), held (completion-N alone: not while
+flag_file exists; generates that run together do not wait for each other there). flag_file of the others: the fault
+strikes only while that file exists, and removes it: once.
 """
 
 import os
@@ -25,10 +26,15 @@ class Faults:
         self._orders = orders
         self._leaked: list[bytearray] = []
 
+    def holds(self, function: str) -> bool:
+        """Whether a function is not to be gone on with for now."""
+        held = (order for order in self._orders if order["fault"] == "held" and order["function"] == function)
+        return any(os.path.exists(order["flag_file"]) for order in held)
+
     def strike(self, function: str, control: Control | None) -> None:
         """Commits the faults that are ordered for a function."""
         for order in self._orders:
-            if order["function"] != function:
+            if order["function"] != function or order["fault"] == "held":
                 continue
             if flag_file := order.get("flag_file"):
                 try:

@@ -1,21 +1,29 @@
 """The fake engine's deployments and arithmetic: tables of next-token logits. Never for real work."""
 
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from plexrl_worker.engine.errors import Aborted, Yielded
+from plexrl_worker.engine.fake_faults import Faults
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import (
     ByteArray,
     Component,
+    ConcurrentGenerate,
     DeploymentSettings,
     FinishReason,
     Float32Array,
+    Generation,
     ParkedComponent,
     SamplingParams,
 )
+from plexrl_worker.engine.seeds import completion_seed
+
+_HELD_S = 0.002
 
 Float64Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -109,3 +117,45 @@ def sample(
         if last_token in params.stop_token_ids:
             return ids, scores, FinishReason.STOP
     return ids, scores, FinishReason.LENGTH
+
+
+@dataclass
+class Sampling:
+    """A generate that is under way, with the last token of each of its prompts."""
+
+    generate: ConcurrentGenerate
+    sampled: Sampled
+    last_tokens: list[int]
+
+    def go_on(self, row_after: Callable[[int], Float64Array], faults: Faults) -> Generation | None:
+        """Samples the next completion, unless a fault holds it; the generation, if that was the last.
+
+        Raises Aborted, Yielded.
+        """
+        generate, sampled, params = self.generate, self.sampled, self.generate.params
+        index, total = len(sampled.lengths), len(self.last_tokens) * params.n
+        if generate.control.aborted():
+            raise Aborted("generate was aborted")
+        if generate.execution and generate.control.yielding():
+            raise Yielded(f"{index} of {total} completions are sampled, and kept")
+        if faults.holds(f"completion-{index}"):
+            time.sleep(_HELD_S)
+            return None
+        faults.strike(f"completion-{index}", generate.control)
+        prompt_index, completion_index = divmod(index, params.n)
+        seed = completion_seed(params.seed, prompt_index, completion_index)
+        ids, scores, reason = sample(row_after, self.last_tokens[prompt_index], params, seed)
+        sampled.token_ids += ids
+        sampled.logprobs += scores
+        sampled.lengths.append(len(ids))
+        sampled.reasons.append(reason)
+        generate.control.progress(index + 1, total)
+        if index + 1 < total:
+            return None
+        return Generation(
+            token_ids=np.array(sampled.token_ids, np.int32),
+            lengths=np.array(sampled.lengths, np.int32),
+            logprobs=np.array(sampled.logprobs if params.logprobs else [], np.float32),
+            finish_reasons=tuple(sampled.reasons),
+            weights_version=sampled.weights_version,
+        )

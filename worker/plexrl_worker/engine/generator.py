@@ -10,6 +10,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +32,8 @@ from plexrl_worker.engine.device import Device, drop_pages
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Unsupported, Yielded
 from plexrl_worker.engine.parking import Parking, Sampled
 from plexrl_worker.engine.port import (
+    Arrivals,
+    ConcurrentGenerate,
     Control,
     EngineSettings,
     FinishReason,
@@ -69,6 +72,7 @@ class Generator:
         self._engine = self._start(settings, shapes, base_directory)
         self.parking = Parking(self._engine)
         self._numbers = itertools.count(1)
+        self.steps = 0
         model = self._model()
         if ".models.transformers" in type(model).__module__:
             # That backend rewrites transformers' classes in place, and the trainer runs the same classes.
@@ -99,54 +103,85 @@ class Generator:
         for tensor in self._kv_caches():
             drop_pages(tensor)
 
-    def generate(
-        self,
-        prompts: TokenBatch,
-        params: SamplingParams,
-        content: RolloutContent,
-        tokenizer: Tokenizer | None,
-        control: Control,
-        execution: str = "",
-    ) -> Generation:
-        """Samples n completions per prompt; all are admitted before the first step. Raises Aborted, Yielded.
+    def generate_concurrently(self, arrivals: Arrivals, content: RolloutContent, tokenizer: Tokenizer | None) -> None:
+        """Runs generates together until none is left; all of one are admitted before the step that it joins at.
 
         With an adapter nothing is parked: vLLM knows a request's adapter by a number that does not outlast a swap.
         """
-        if params.stop and tokenizer is None:
-            raise InvalidArgument("stop strings need a tokenizer, and the model's base has none: use stop_token_ids")
-        total = int(prompts.lengths.size) * params.n
         adapter = self.slot.adapter(content)
-        may_yield = bool(execution) and adapter is None
-        sampled = self.parking.take(execution, content.model, content.version) if may_yield else None
+        running: dict[str, _Execution] = {}
+        try:
+            while True:
+                for generate in arrivals.take():
+                    try:
+                        execution = self._begin(generate, content, adapter, tokenizer)
+                    except EngineError as error:
+                        arrivals.ended(generate, error)
+                    else:
+                        running[execution.name] = execution
+                for execution in list(running.values()):
+                    if (stopped := self._stopped(execution, may_yield=adapter is None)) is not None:
+                        del running[execution.name]
+                        arrivals.ended(execution.generate, stopped)
+                if not running:
+                    return
+                self._step(running, tokenizer)
+                for execution in list(running.values()):
+                    execution.generate.control.progress(len(execution.finished), execution.total)
+                    if len(execution.finished) == execution.total:
+                        del running[execution.name]
+                        arrivals.ended(execution.generate, execution.generation())
+        except BaseException:
+            self._engine.abort_request([name for each in running.values() for name in each.sampled.request_ids])
+            raise
+
+    def _begin(
+        self,
+        generate: ConcurrentGenerate,
+        content: RolloutContent,
+        adapter: LoRARequest | None,
+        tokenizer: Tokenizer | None,
+    ) -> "_Execution":
+        """Gives a generate's requests to the engine, or back to it where they are parked."""
+        if generate.params.stop and tokenizer is None:
+            raise InvalidArgument("stop strings need a tokenizer, and the model's base has none: use stop_token_ids")
+        parked = bool(generate.execution) and adapter is None
+        sampled = self.parking.take(generate.execution, content.model, content.version) if parked else None
         if sampled is None:
             sampled = Sampled(content.model, content.version, [], {})
-            self._admit(sampled, prompts, params, content, adapter)
-        finished = sampled.finished
-        try:
-            with self._aborting(sampled.request_ids):
-                for output in self._steps(control, lambda: (len(finished), total), may_yield):
-                    index, completion = int(output.request_id.rpartition("-")[2]), output.outputs[0]
-                    stopped_at = _stop_string_end(completion.token_ids, params.stop, tokenizer)
-                    if stopped_at is not None:
-                        self._engine.abort_request([output.request_id])
-                        ids = list(completion.token_ids[:stopped_at])
-                        finished[index] = (ids, _logprobs(completion, len(ids)), FinishReason.STOP)
-                    elif output.finished:
-                        ids = list(completion.token_ids)
-                        reason = FinishReason.STOP if completion.finish_reason == "stop" else FinishReason.LENGTH
-                        finished[index] = (ids, _logprobs(completion, len(ids)), reason)
-        except Yielded:
-            self.parking.park(execution, sampled)
-            raise
-        completions = [finished[index] for index in range(total)]
-        logprobs = [score for _, scores, _ in completions for score in scores] if params.logprobs else []
-        return Generation(
-            token_ids=np.array([token for ids, _, _ in completions for token in ids], np.int32),
-            lengths=np.array([len(ids) for ids, _, _ in completions], np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            finish_reasons=tuple(reason for _, _, reason in completions),
-            weights_version=content.version,
-        )
+            self._admit(sampled, generate.prompts, generate.params, content, adapter)
+        return _Execution(generate, sampled)
+
+    def _stopped(self, execution: "_Execution", *, may_yield: bool) -> EngineError | None:
+        """Takes a generate that is to end or to give way out of the engine."""
+        control, name = execution.generate.control, execution.generate.execution
+        if control.aborted():
+            self._engine.abort_request(execution.sampled.request_ids)
+            return Aborted("stopped between steps; the model is unchanged")
+        if may_yield and name and control.yielding():
+            self.parking.park(name, execution.sampled)
+            return Yielded("gave way between steps; every token is kept")
+        return None
+
+    def _step(self, running: Mapping[str, "_Execution"], tokenizer: Tokenizer | None) -> None:
+        """One step of the engine; what ended in it is noted."""
+        self.steps += 1
+        for output in self._engine.step():
+            assert isinstance(output, RequestOutput)
+            name, _, number = output.request_id.rpartition("-")
+            execution = running.get(name)
+            if execution is None:
+                continue
+            completion, finished = output.outputs[0], execution.finished
+            stopped_at = _stop_string_end(completion.token_ids, execution.generate.params.stop, tokenizer)
+            if stopped_at is not None:
+                self._engine.abort_request([output.request_id])
+                ids = list(completion.token_ids[:stopped_at])
+                finished[int(number)] = (ids, _logprobs(completion, len(ids)), FinishReason.STOP)
+            elif output.finished:
+                ids = list(completion.token_ids)
+                reason = FinishReason.STOP if completion.finish_reason == "stop" else FinishReason.LENGTH
+                finished[int(number)] = (ids, _logprobs(completion, len(ids)), reason)
 
     def score(self, batch: TokenBatch, content: RolloutContent, control: Control) -> Float32Array:
         """Log-probability of each token under the slot's weights: float32 [N], 0 for the first of each sequence."""
@@ -168,7 +203,7 @@ class Generator:
             for index, sequence in enumerate(sequences):
                 self._add(str(index), sequence, sampling.clone(), content, adapter)
                 request_ids.append(str(index))
-            for output in self._steps(control, lambda: (len(scores), len(sequences)), may_yield=False):
+            for output in self._steps(control, lambda: (len(scores), len(sequences))):
                 if output.finished and output.prompt_logprobs is not None:
                     flat = output.prompt_logprobs
                     scores[output.request_id] = [0.0, *(flat.logprobs[start] for start in flat.start_indices[1:])]
@@ -230,9 +265,10 @@ class Generator:
         sampling: VllmSamplingParams,
         content: RolloutContent,
         adapter: LoRARequest | None,
-    ) -> None:
+    ) -> str:
+        """Gives one request to the engine; returns what its scheduler knows it by."""
         prompt_input = tokens_input(prompt, cache_salt=content.key)
-        self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter)
+        return str(self._engine.add_request(request_id, prompt_input, sampling, lora_request=adapter))
 
     def _admit(
         self,
@@ -250,33 +286,65 @@ class Generator:
                 for completion_index in range(params.n):
                     request_id = f"{number}-{prompt_index * params.n + completion_index}"
                     seed = completion_seed(params.seed, prompt_index, completion_index)
-                    self._add(request_id, prompt, _vllm_params(params, seed), content, adapter)
+                    scheduled_id = self._add(request_id, prompt, _vllm_params(params, seed), content, adapter)
                     sampled.request_ids.append(request_id)
+                    sampled.scheduled_ids.add(scheduled_id)
 
     @contextlib.contextmanager
     def _aborting(self, request_ids: list[str]) -> Iterator[None]:
-        """When the call fails, what is unfinished of its requests is taken out of the engine; not when it gives way."""
+        """When the block fails, what is unfinished of its requests is taken out of the engine."""
         try:
             yield
-        except Yielded:
-            raise
         except BaseException:
             self._engine.abort_request(request_ids)
             raise
 
-    def _steps(
-        self, control: Control, progress: Callable[[], tuple[int, int]], may_yield: bool
-    ) -> Iterator[RequestOutput]:
-        """Runs engine steps until nothing is left, and gives their outputs. Raises Aborted, Yielded between steps."""
+    def _steps(self, control: Control, progress: Callable[[], tuple[int, int]]) -> Iterator[RequestOutput]:
+        """Runs engine steps until nothing is left, and gives their outputs. Raises Aborted between steps."""
         while self.parking.unfinished():
             if control.aborted():
                 raise Aborted("stopped between steps; the model is unchanged")
-            if may_yield and control.yielding():
-                raise Yielded("gave way between steps; every token is kept")
+            self.steps += 1
             for output in self._engine.step():
                 assert isinstance(output, RequestOutput)
                 yield output
             control.progress(*progress())
+
+
+@dataclass
+class _Execution:
+    """A generate that is in the engine."""
+
+    generate: ConcurrentGenerate
+    sampled: Sampled
+
+    @property
+    def name(self) -> str:
+        """What the ids of its requests begin with."""
+        return self.sampled.request_ids[0].rpartition("-")[0]
+
+    @property
+    def finished(self) -> dict[int, tuple[list[int], list[float], FinishReason]]:
+        """Completions that have ended, by their number."""
+        return self.sampled.finished
+
+    @property
+    def total(self) -> int:
+        """Completions in all."""
+        return len(self.sampled.request_ids)
+
+    def generation(self) -> Generation:
+        """The whole, once all completions have ended."""
+        completions = [self.finished[index] for index in range(self.total)]
+        wanted = self.generate.params.logprobs
+        logprobs = [score for _, scores, _ in completions for score in scores] if wanted else []
+        return Generation(
+            token_ids=np.array([token for ids, _, _ in completions for token in ids], np.int32),
+            lengths=np.array([len(ids) for ids, _, _ in completions], np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reasons=tuple(reason for _, _, reason in completions),
+            weights_version=self.sampled.version,
+        )
 
 
 def _offered_rank(settings: LoraSettings | None) -> MaxLoRARanks:

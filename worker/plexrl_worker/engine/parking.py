@@ -6,7 +6,7 @@ either way. Private fields of vLLM's scheduler (pinned; `tests/e2e/test_engine_v
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ class Sampled:
     request_ids: list[str]
     finished: dict[int, tuple[list[int], list[float], FinishReason]]
     """By the number of the completion: token ids, log-probabilities, and why it ended."""
+    scheduled_ids: set[str] = field(default_factory=set)
+    """What the scheduler knows the requests by: it adds something of its own to the ids that it was given."""
     running: list[Any] = field(default_factory=list)
     waiting: list[Any] = field(default_factory=list)
 
@@ -42,10 +44,12 @@ class Parking:
         return bool(self._scheduler.has_unfinished_requests())
 
     def park(self, name: str, sampled: Sampled) -> None:
-        """Takes every request out of the scheduler: all of them are the execution's."""
-        scheduler = self._scheduler
-        sampled.running, scheduler.running = list(scheduler.running), []
-        sampled.waiting = [scheduler.waiting.pop_request() for _ in range(len(scheduler.waiting))]
+        """Takes an execution's requests out of the scheduler; those of others stay."""
+        scheduler, own = self._scheduler, sampled.scheduled_ids
+        sampled.running = [request for request in scheduler.running if request.request_id in own]
+        scheduler.running = [request for request in scheduler.running if request.request_id not in own]
+        sampled.waiting = [request for request in scheduler.waiting if request.request_id in own]
+        scheduler.waiting.remove_requests(sampled.waiting)
         self._parked[name] = sampled
 
     def take(self, name: str, model: str, version: int) -> Sampled | None:
@@ -57,9 +61,7 @@ class Parking:
             self.forget(name)
             return None
         del self._parked[name]
-        requests = [*sampled.running, *sampled.waiting]
-        wanted = sum(self._blocks(request.num_prompt_tokens + request.max_tokens) for request in requests)
-        self._free(wanted - sum(self._blocks(request.num_computed_tokens) for request in sampled.running))
+        self._free(self._growth(sampled.running, sampled.waiting))
         self._scheduler.running.extend(sampled.running)
         for request in sampled.waiting:
             self._scheduler.waiting.add_request(request)
@@ -69,6 +71,11 @@ class Parking:
     def make_room(self, tokens: Sequence[int]) -> None:
         """Gives up parked KV where new requests, each of which may grow to so many tokens, would not fit beside it."""
         self._free(sum(map(self._blocks, tokens)))
+
+    def _growth(self, running: Collection[Any], waiting: Collection[Any]) -> int:
+        """Blocks that requests may come to hold beyond those that they hold."""
+        longest = sum(self._blocks(r.num_prompt_tokens + r.max_tokens) for r in (*running, *waiting))
+        return longest - sum(self._blocks(request.num_computed_tokens) for request in running)
 
     def give_up_kv(self) -> None:
         """Frees the blocks of all parked requests; what they have sampled stays, and KV is computed again later."""
@@ -81,9 +88,11 @@ class Parking:
             sampled.running = []
 
     def _free(self, wanted: int) -> None:
-        """Gives up parked KV where so many more blocks may be needed and are not free."""
-        parked = any(sampled.running for sampled in self._parked.values())
-        if parked and wanted > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+        """Gives up parked KV where so many more blocks, and what runs beside, may need more than are free."""
+        if not any(sampled.running for sampled in self._parked.values()):
+            return
+        wanted += self._growth(self._scheduler.running, self._scheduler.waiting)
+        if wanted > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
             self.give_up_kv()
 
     def _blocks(self, tokens: int) -> int:

@@ -9,13 +9,15 @@ host image, shared memory that belongs to the caller. What the caller must remem
 another engine process, is its `ParkedState`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from plexrl_worker.engine.errors import EngineError
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -370,6 +372,28 @@ class Control(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class ConcurrentGenerate:
+    """A generate that runs together with others: see Engine.generate for what its fields mean."""
+
+    prompts: TokenBatch
+    params: SamplingParams
+    control: Control
+    execution: str = ""
+
+
+class Arrivals(Protocol):
+    """Where generates that run together come from, and who hears of their ends. Called between engine steps."""
+
+    def take(self) -> Sequence[ConcurrentGenerate]:
+        """Those that have come since this was last asked, oldest first. Never waits."""
+        ...
+
+    def ended(self, generate: ConcurrentGenerate, outcome: "Generation | EngineError") -> None:
+        """One has ended, or given way; the others go on."""
+        ...
+
+
 class Engine(Protocol):
     """An engine of one architecture and configuration.
 
@@ -477,6 +501,20 @@ class Engine(Protocol):
 
         Raises VersionMismatch, NotResident, InvalidArgument, Aborted, Yielded.
         """
+        ...
+
+    def generate_concurrently(self, deployment_id: str, weights_version: int, arrivals: Arrivals) -> None:
+        """Runs generates together, as many as come, until there is none: each joins at the next engine step and leaves
+        at its own end. What `generate` raises for one ends that one alone, told to `arrivals`, as Aborted and Yielded.
+
+        A request's tokens do not depend on who else is there; in the last bits its log-probabilities do.
+        Raises VersionMismatch, NotResident; and whatever an engine step fails with: all that had come have failed then.
+        """
+        ...
+
+    @property
+    def generator_steps(self) -> int:
+        """Steps that the generator has made so far: what runs together shares them."""
         ...
 
     def forget_execution(self, execution: str) -> None:

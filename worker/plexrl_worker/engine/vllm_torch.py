@@ -4,6 +4,7 @@ Owns residency and versions; leaves computing to `trainer` and `generator`, memo
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 
 from plexrl_worker.engine import checkpoints, lora, losses, model_config
 from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.concurrent import Checked, alone
 from plexrl_worker.engine.deployment import Deployment
 from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device
 from plexrl_worker.engine.errors import (
@@ -34,9 +36,11 @@ from plexrl_worker.engine.moves import StateMover
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
     AdamWParams,
+    Arrivals,
     Base,
     ByteArray,
     Component,
+    ConcurrentGenerate,
     Control,
     DeploymentSettings,
     DeploymentState,
@@ -238,11 +242,23 @@ class VllmTorchEngine:
         execution: str = "",
     ) -> Generation:
         """See port.Engine."""
+        generate = ConcurrentGenerate(prompts, params, control, execution)
+        return alone(partial(self.generate_concurrently, deployment_id, weights_version), generate)
+
+    def generate_concurrently(self, deployment_id: str, weights_version: int, arrivals: Arrivals) -> None:
+        """See port.Engine."""
         deployment = self._rollout(deployment_id, weights_version, "generate")
-        losses.check_tokens(prompts, int(self._config.vocab_size), self._max_sequence_tokens)
-        check_sampling(params, prompts, self._max_sequence_tokens)
-        content, tokenizer = deployment.rollout_content(), deployment.tokenizer
-        return self._generator.generate(prompts, params, content, tokenizer, control, execution)
+        checked = Checked(arrivals, self._check_generate)
+        self._generator.generate_concurrently(checked, deployment.rollout_content(), deployment.tokenizer)
+
+    def _check_generate(self, generate: ConcurrentGenerate) -> None:
+        losses.check_tokens(generate.prompts, int(self._config.vocab_size), self._max_sequence_tokens)
+        check_sampling(generate.params, generate.prompts, self._max_sequence_tokens)
+
+    @property
+    def generator_steps(self) -> int:
+        """See port.Engine."""
+        return self._generator.steps
 
     def forget_execution(self, execution: str) -> None:
         """See port.Engine."""

@@ -1,0 +1,354 @@
+"""Sessions under a whole leader: how many run, who waits for whom, what a revocation does, what a restart keeps."""
+
+import pytest
+
+from plexrl.v1 import call_pb2, session_pb2, worker_pb2
+from plexrl_controller.api.sessions import SessionService
+from plexrl_controller.dispatch import jobs, reaper
+from plexrl_controller.domain.errors import (
+    ControllerError,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+)
+from plexrl_controller.domain.ids import CallId, SessionId, Tenant
+from plexrl_controller.domain.records import Call, Model
+from plexrl_controller.domain.states import CallKind, CallState, Role
+from plexrl_controller.lifecycle import calls as call_lifecycle
+from plexrl_controller.scheduling.policy import HoldRule, Policy
+from plexrl_controller.store.memory import MemoryStore
+from tests.support import specs
+from tests.support.leader import Leader, act_as, running_leader
+
+POLICY = Policy(quantum_s=1.0, chunk_s=5.0, hold=HoldRule.NEVER)
+GRANTED, REVOKED = session_pb2.SESSION_GRANT_GRANTED, session_pb2.SESSION_GRANT_REVOKED
+WAITING = session_pb2.SESSION_GRANT_WAITING
+
+
+async def one_model(leader: Leader) -> Model:
+    await leader.join()
+    return await leader.model(await leader.job())
+
+
+async def opened(leader: Leader, model: Model, max_concurrent: int = 4, grace_s: int = 2) -> str:
+    request = session_pb2.OpenSessionRequest(
+        request_id=f"open-{next(leader._keys)}", model_id=model.model_id, max_concurrent=max_concurrent
+    )
+    request.grace.seconds = grace_s
+    return (await SessionService(leader.core).OpenSession(request, None)).session_id
+
+
+async def submitted(leader: Leader, model: Model, session_id: str, count: int) -> list[call_pb2.Call]:
+    calls = [await leader.submit(model, specs.generate(), session_id=session_id) for _ in range(count)]
+    await leader.settle()
+    return calls
+
+
+async def session(leader: Leader, session_id: str) -> session_pb2.Session:
+    return await SessionService(leader.core).GetSession(session_pb2.GetSessionRequest(session_id=session_id), None)
+
+
+def id_of(call: call_pb2.Call) -> str:
+    return call.call_id
+
+
+def record(leader: Leader, call: call_pb2.Call) -> Call:
+    return leader.core.ledger.calls[CallId(call.call_id)]
+
+
+def states(leader: Leader, calls: list[call_pb2.Call]) -> list[CallState]:
+    return [record(leader, call).state for call in calls]
+
+
+def runs(leader: Leader) -> list[worker_pb2.RunCallOrder]:
+    return [order.run_call for order in leader.transport.sent if order.HasField("run_call")]
+
+
+def asked(leader: Leader) -> list[str]:
+    return [order.yield_call.call.call_id for order in leader.transport.sent if order.HasField("yield_call")]
+
+
+async def step(leader: Leader, orders: int = 1) -> None:
+    """The worker executes some of what it has."""
+    assert leader.worker_id is not None
+    incarnation = leader.core.ledger.workers[leader.worker_id].incarnation
+    await leader.dispatcher.reports_came(leader.worker_id, incarnation, leader.worker.run(orders))
+    await leader.settle()
+
+
+async def wake(leader: Leader, after_s: float) -> None:
+    assert leader.worker_id is not None
+    leader.clock.time += after_s
+    leader.core.wake(leader.worker_id)
+    await leader.settle()
+
+
+async def test_as_many_run_as_it_may_have_and_every_end_makes_room() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        calls = await submitted(leader, model, session_id, 10)
+        assert [run.concurrent for run in runs(leader)] == [True] * 4
+        while {CallState.SUCCEEDED} != call_lifecycle.TERMINAL and leader.worker.queue:
+            await step(leader)
+            live = [c for c in calls if record(leader, c).state in call_lifecycle.IN_FLIGHT]
+            assert len(live) == min(4, sum(record(leader, c).state is not CallState.SUCCEEDED for c in calls))
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+        assert sorted(leader.worker.executed) == sorted(call.call_id for call in calls)
+
+
+async def test_a_call_that_waits_for_its_session_says_so() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        calls = await submitted(leader, model, await opened(leader, model, 2), 3)
+        request = call_pb2.ExplainCallRequest(call_id=calls[2].call_id)
+        explained = await leader.calls.ExplainCall(request, None)
+        assert (
+            "SESSION_FULL: 2 calls of its session are with the engine; the session may have 2" in explained.explanation
+        )
+        assert set(explained.blocking_call_ids) == {calls[0].call_id, calls[1].call_id}
+
+
+async def test_calls_outside_and_of_the_sequence_keep_their_places() -> None:
+    """What changes the weights comes behind the generates that need the old ones, and new ones need the new."""
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        before = await submitted(leader, model, session_id, 2)
+        alone = await leader.submit(model, specs.generate())
+        train = await leader.submit(model, specs.forward_backward(), 1)
+        sync = await leader.submit(model, specs.sync(), 2)
+        after = await submitted(leader, model, session_id, 2)
+        assert not any(run.call.call_id == sync.call_id for run in runs(leader))
+        assert [run.concurrent for run in runs(leader) if run.call.call_id in (alone.call_id, train.call_id)] == [
+            False
+        ] * 2
+        await leader.work()
+        order = leader.worker.executed
+        assert order.index(sync.call_id) > max(order.index(c.call_id) for c in (*before, alone, train))
+        assert min(order.index(call.call_id) for call in after) > order.index(sync.call_id)
+        assert [record(leader, call).weights_version for call in after] == [2, 2]
+
+
+async def test_revoked_it_gets_a_grace_then_all_is_parked_and_later_all_goes_on() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        model = await one_model(leader)
+        other = await leader.model(await leader.job("other"))
+        session_id = await opened(leader, model, 3)
+        told = leader.core.hub.watch_job(model.job_id)
+        calls = await submitted(leader, model, session_id, 5)
+        assert (await session(leader, session_id)).grant == GRANTED
+        assert [s.session_id for s in told.take_sessions()] == [session_id]
+        leader.clock.time += 6.0
+        waiting = await leader.submit(other, specs.generate())
+        await leader.settle()
+        assert (await session(leader, session_id)).grant == REVOKED
+        assert [s.session_id for s in told.take_sessions()] == [session_id]
+        assert asked(leader) == []
+        # One ends within the grace: nothing takes its place.
+        await step(leader, 2)
+        assert states(leader, calls).count(CallState.SUCCEEDED) == 1
+        assert len(runs(leader)) == 3
+        await wake(leader, 1.0)
+        assert asked(leader) == []
+        await wake(leader, 1.5)
+        assert len(asked(leader)) == 2
+        await step(leader, 2)
+        assert states(leader, calls).count(CallState.YIELDED) == 2
+        assert (await session(leader, session_id)).grant == WAITING
+        assert record(leader, waiting).state is CallState.DISPATCHED
+        await leader.work()
+        assert set(states(leader, [*calls, waiting])) == {CallState.SUCCEEDED}
+        assert {record(leader, call).attempt for call in calls} == {1}
+        assert (await session(leader, session_id)).grant == GRANTED
+        assert sorted(leader.worker.executed) == sorted(call.call_id for call in [*calls, waiting])
+
+
+async def test_a_session_without_grace_yields_at_once_and_whoever_asked_in_vain_takes_nothing_away() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        model = await one_model(leader)
+        other = await leader.model(await leader.job("other"))
+        session_id = await opened(leader, model, 3, grace_s=10)
+        await submitted(leader, model, session_id, 5)
+        leader.clock.time += 6.0
+        waiting = await leader.submit(other, specs.generate())
+        await leader.settle()
+        assert (await session(leader, session_id)).grant == REVOKED
+        await leader.calls.CancelCall(call_pb2.CancelCallRequest(request_id="c", call_id=waiting.call_id), None)
+        await leader.settle()
+        assert (await session(leader, session_id)).grant == GRANTED
+        at_once = await opened(leader, other, 3, grace_s=0)
+        assert (await session(leader, at_once)).grant == WAITING
+
+
+async def test_the_device_is_one_service_of_the_job_however_many_run() -> None:
+    """The worker lays the stretches of what runs together end to end: they add up to what was used."""
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        await submitted(leader, model, await opened(leader, model, 8), 8)
+        await leader.work()
+        assert leader.core.ledger.account(model.job_id).busy_s == pytest.approx(8 * 1e-3)
+        estimates = leader.core.ledger.groups[leader.worker_id].estimates  # type: ignore[index]
+        assert estimates.expected_s(model.job_id, CallKind.GENERATE) == pytest.approx(1e-3, rel=0.1)
+
+
+async def test_a_new_leader_goes_on_with_the_session_and_runs_nothing_twice() -> None:
+    store = MemoryStore()
+    async with running_leader(store) as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        calls = await submitted(leader, model, session_id, 8)
+        await step(leader, 3)
+        worker = leader.worker
+        worker.queue.clear()
+    async with running_leader(store, worker) as leader:
+        await leader.join()
+        await leader.settle()
+        assert (await session(leader, session_id)).running == 4
+        assert all(run.concurrent for run in runs(leader))
+        again = await leader.submit(model, specs.generate(), request_id=calls[0].request_id, session_id=session_id)
+        assert again.call_id == calls[0].call_id
+        await leader.work()
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+        assert sorted(worker.executed) == sorted(call.call_id for call in calls)
+
+
+async def test_a_dead_worker_costs_each_of_them_an_attempt() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        calls = await submitted(leader, model, await opened(leader, model), 6)
+        leader.worker.die()
+        await leader.join()
+        await leader.work()
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+        assert sorted(record(leader, call).attempt for call in calls) == [1, 1, 2, 2, 2, 2]
+
+
+async def test_one_is_cancelled_and_the_others_go_on() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        calls = await submitted(leader, model, await opened(leader, model), 6)
+        request = call_pb2.CancelCallRequest(request_id="cancel", call_id=calls[1].call_id)
+        await leader.calls.CancelCall(request, None)
+        await leader.work()
+        assert record(leader, calls[1]).state is CallState.CANCELLED
+        del calls[1]
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+
+
+async def test_closed_it_takes_no_more_and_what_it_has_goes_on_alone() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model, 2)
+        calls = await submitted(leader, model, session_id, 4)
+        request = session_pb2.CloseSessionRequest(request_id="close", session_id=session_id)
+        for _ in range(2):
+            closed = await SessionService(leader.core).CloseSession(request, None)
+            assert (closed.state, closed.grant) == (session_pb2.SESSION_STATE_CLOSED, 0)
+        with pytest.raises(FailedPrecondition, match="not open") as refused:
+            await leader.submit(model, specs.generate(), session_id=session_id)
+        assert refused.value.reason == "SESSION_NOT_OPEN"
+        await leader.work()
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+        assert [run.concurrent for run in runs(leader)] == [True, True, False, False]
+
+
+async def test_it_expires_when_nobody_uses_it_and_not_before() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        (call,) = await submitted(leader, model, session_id, 1)
+        assert await reaped(leader, session_id, 2000.0) == session_pb2.SESSION_STATE_OPEN
+        assert await reaped(leader, session_id, 1500.0) == session_pb2.SESSION_STATE_OPEN
+        await leader.work()
+        assert record(leader, call).state is CallState.SUCCEEDED
+        assert await reaped(leader, session_id, 3590.0) == session_pb2.SESSION_STATE_OPEN
+        request = session_pb2.YieldSessionRequest(session_id=session_id)
+        request.idle.seconds = 5
+        await SessionService(leader.core).YieldSession(request, None)
+        assert await reaped(leader, session_id, 3590.0) == session_pb2.SESSION_STATE_OPEN
+        assert await reaped(leader, session_id, 20.0) == session_pb2.SESSION_STATE_EXPIRED
+        assert SessionId(session_id) not in leader.core.ledger.session_facts
+
+
+async def reaped(leader: Leader, session_id: str, after_s: float) -> int:
+    """The session's state after so long, in which job and worker renewed their leases."""
+    leader.clock.time += after_s
+    for facts in leader.core.ledger.facts.values():
+        facts.lease_end = leader.clock.time + 60.0
+    for group in leader.core.ledger.groups.values():
+        group.last_sync = leader.clock.time
+    await reaper.reap(leader.core)
+    return (await session(leader, session_id)).state
+
+
+async def test_it_ends_with_its_model() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        calls = await submitted(leader, model, session_id, 6)
+        job = leader.core.ledger.jobs[model.job_id]
+        await jobs.finish_job(leader.core, job)
+        await leader.work()
+        assert set(states(leader, calls)) <= {CallState.CANCELLED, CallState.SUCCEEDED}
+        assert (await session(leader, session_id)).state == session_pb2.SESSION_STATE_CLOSED
+
+
+async def test_it_says_that_it_is_idle() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        request = session_pb2.YieldSessionRequest(session_id=session_id)
+        with pytest.raises(InvalidArgument, match="idle"):
+            await SessionService(leader.core).YieldSession(request, None)
+        request.idle.seconds = 30
+        await SessionService(leader.core).YieldSession(request, None)
+        assert leader.core.ledger.facts[model.job_id].idle_until == leader.clock.time + 30.0
+
+
+async def test_the_same_request_opens_one_session() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        service = SessionService(leader.core)
+        request = session_pb2.OpenSessionRequest(request_id="open", model_id=model.model_id)
+        first = await service.OpenSession(request, None)
+        assert await service.OpenSession(request, None) == first
+        assert first.max_concurrent == 16
+        request.max_concurrent = 3
+        with pytest.raises(ControllerError) as reused:
+            await service.OpenSession(request, None)
+        assert reused.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_what_cannot_be_honoured_is_refused() -> None:
+    """G17, G23."""
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        service = SessionService(leader.core)
+        wrong = session_pb2.OpenSessionRequest(request_id="a", model_id=model.model_id, max_concurrent=65)
+        with pytest.raises(InvalidArgument, match="max_concurrent: 65, want 1 to 64"):
+            await service.OpenSession(wrong, None)
+        wrong = session_pb2.OpenSessionRequest(request_id="a", model_id=model.model_id)
+        wrong.grace.seconds = 61
+        with pytest.raises(InvalidArgument, match="grace"):
+            await service.OpenSession(wrong, None)
+        session_id = await opened(leader, model)
+        second = await leader.model(await leader.job("second"))
+        with pytest.raises(FailedPrecondition, match="not open"):
+            await leader.submit(second, specs.generate(), session_id=session_id)
+        with pytest.raises(InvalidArgument, match="only generate"):
+            await leader.submit(model, specs.score(), 1, session_id=session_id)
+        for _ in range(7):
+            await opened(leader, model)
+        with pytest.raises(ResourceExhausted, match="8 open sessions"):
+            await opened(leader, model)
+        act_as(Role.TENANT, Tenant("beta"))
+        for ask in (
+            lambda: session(leader, session_id),
+            lambda: service.CloseSession(session_pb2.CloseSessionRequest(request_id="x", session_id=session_id), None),
+            lambda: service.YieldSession(session_pb2.YieldSessionRequest(session_id=session_id), None),
+            lambda: opened(leader, model),
+        ):
+            with pytest.raises(NotFound):
+                await ask()
