@@ -39,7 +39,7 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@touch $@
 
 .PHONY: demo
-demo: $(INSTALLED) ## two RLVR jobs learn on one worker; what sharing saved, in a table and a picture (6 to 10 minutes)
+demo: $(INSTALLED) ## two RLVR jobs learn on one worker; what sharing saved, in a table and a picture (10 minutes)
 	@$(BIN)/plexrl demo --out out/demo
 
 .PHONY: demo-smollm2

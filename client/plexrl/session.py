@@ -35,10 +35,10 @@ class Session:
     """Made by `model.session(...)`; as a context manager it is closed on exit. Safe to use from many threads and tasks.
 
         with policy.session(max_concurrent=32) as session:
-            async def converse(messages):
-                while (turn := await session.generate.submit([messages], max_tokens=256)) ...:
-                    with session.sleeping(tool.expected_s):
-                        messages += await tool(turn)
+            first = session.generate([prompt], max_tokens=256)  # waits, in a thread of one's own
+            turn = await session.generate.submit([prompt], max_tokens=256)
+            with session.sleeping(tool.expected_s):
+                answer = await tool.run(turn)
 
     When another job is to have the device, what runs is parked after a grace, with all that it has sampled, and goes on
     when it is this job's turn again: the futures only take longer.

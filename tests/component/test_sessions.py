@@ -110,6 +110,33 @@ async def test_a_call_that_waits_for_its_session_says_so() -> None:
         assert set(explained.blocking_call_ids) == {calls[0].call_id, calls[1].call_id}
 
 
+async def test_a_call_outside_is_found_behind_those_of_a_full_session() -> None:
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        crowd = await submitted(leader, model, await opened(leader, model, 1), 40)
+        alone = await leader.submit(model, specs.generate())
+        await leader.settle()
+        assert [run.call.call_id for run in runs(leader)] == [crowd[0].call_id, alone.call_id]
+
+
+async def test_a_worker_that_runs_fewer_together_is_given_no_more() -> None:
+    """Sessions of one model share them; a worker of an older version runs one at a time."""
+    async with running_leader() as leader:
+        leader.worker.capabilities.max_concurrent_generates = 3
+        model = await one_model(leader)
+        first, second = await opened(leader, model, 2), await opened(leader, model, 2)
+        calls = [*await submitted(leader, model, first, 4), *await submitted(leader, model, second, 4)]
+        assert (await session(leader, first)).running == 2
+        assert (await session(leader, second)).running == 1
+        await leader.work()
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+    async with running_leader() as leader:
+        leader.worker.capabilities.max_concurrent_generates = 0
+        model = await one_model(leader)
+        await submitted(leader, model, await opened(leader, model, 8), 4)
+        assert len(runs(leader)) == 1
+
+
 async def test_calls_outside_and_of_the_sequence_keep_their_places() -> None:
     """What changes the weights comes behind the generates that need the old ones, and new ones need the new."""
     async with running_leader() as leader:

@@ -3,14 +3,31 @@
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
+
+import pytest
 
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from tests.support.worker_daemon import Cluster, call, cluster, deploy, fake_config, generate, reason, score, swap
+from plexrl_worker import calls
+from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.port import Component, SwapReport
+from tests.support.worker_daemon import (
+    Cluster,
+    call,
+    cluster,
+    deploy,
+    fake_config,
+    forward_backward,
+    generate,
+    new_checkpoint_id,
+    reason,
+    score,
+    swap,
+)
 
 Event = Literal["started", "yielded", "finished"]
 CALLS = [f"c{number}" for number in range(8)]
@@ -135,6 +152,45 @@ async def test_what_is_ordered_between_them_waits_for_those_before_it_and_comes_
         order = [x.call.call_id for x in c.orders.reports if x.HasField("finished") and x.HasField("call")]
         assert order[-2:] == ["score", "c2"]
         assert set(order[-4:-2]) == {"c0", "c1"}
+
+
+async def test_what_waits_for_the_device_outside_the_line_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that always has another call must not keep a snapshot from the device: while it waits, nobody joins."""
+    monkeypatch.setattr(calls, "HOLD_S", 0.0)
+    order: list[str] = []
+    generate_in, write_back = EngineProcess.generate, EngineProcess.write_back
+
+    def noted_generate(
+        process: EngineProcess, deployment_id: str, spec: t.GenerateSpec, version: int, execution: str, **how: bool
+    ) -> EngineCall[t.GenerateResult]:
+        order.append(execution.partition("/")[0])
+        return generate_in(process, deployment_id, spec, version, execution, **how)
+
+    def noted_write_back(
+        process: EngineProcess, deployment_id: str, components: Collection[Component]
+    ) -> EngineCall[SwapReport]:
+        order.append("snapshot")
+        return write_back(process, deployment_id, components)
+
+    monkeypatch.setattr(EngineProcess, "generate", noted_generate)
+    monkeypatch.setattr(EngineProcess, "write_back", noted_write_back)
+    held = Held(tmp_path)
+    async with cluster(tmp_path) as c:
+        await held.ready(c)
+        # Only what has changed on the device is copied by a snapshot.
+        await c.orders.ok(run_call=call("m1", forward_backward(), 1))
+        await begun(c, held, "c0")
+        snapshot = await c.orders.send(snapshot=w.SnapshotOrder(model_id="m1", snapshot_id=new_checkpoint_id()))
+        while not c.daemon._host.device.lock.wanted:
+            await c.status()
+        late = await c.orders.send(run_call=concurrent("c1"))
+        await c.status()
+        held.file.unlink()
+        await c.orders.finished(late)
+        await c.orders.finished(snapshot)
+        assert order == ["c0", "snapshot", "c1"]
 
 
 async def test_their_engine_dies_with_all_of_them_and_another_attempt_of_each_is_the_same(tmp_path: Path) -> None:

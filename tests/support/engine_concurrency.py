@@ -43,6 +43,8 @@ class ConcurrencyConformance:
     def test_each_samples_what_it_samples_alone_in_fewer_steps(self, model: Model) -> None:
         """They differ in length and in when they come; their tokens do not, and the generator's steps are shared."""
         generates = [conversation(seed, max_tokens=4 + 3 * seed) for seed in range(6)]
+        # A child tells its steps with each generate.
+        model.generate(generates[0].prompts, generates[0].params)
         before = model.engine.generator_steps
         expected = [model.generate(generate.prompts, generate.params) for generate in generates]
         alone = model.engine.generator_steps - before

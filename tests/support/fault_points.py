@@ -46,8 +46,6 @@ POINTS = {
 PROVOKED_BY = {"recovery begun": "engine", "model restored": "worker-0", "worker registered": "worker-0"}
 """Points that are reached only once another part was killed: the kill that counts is then the second."""
 
-PROVOKE_AGAIN_S = {"engine": 4.0, "worker-0": 30.0}
-"""An engine that held nothing of worth dies without a recovery; a worker takes a while to be there again."""
 
 _WAIT = f"""
 CREATE OR REPLACE FUNCTION wait_at_point() RETURNS trigger AS $$
@@ -135,20 +133,17 @@ class FaultDatabase:
 
     @asynccontextmanager
     async def held(
-        self, point: str, strike: Callable[[str], object], limit_s: float = 240.0
+        self, point: str, provoke: Callable[[], object] = lambda: None, limit_s: float = 240.0
     ) -> AsyncIterator[HeldCommit]:
-        """Within the block, the first commit that writes the point waits. Where none comes by itself, `strike` kills
-        the part that brings one about, as often as it takes. Raises TimeoutError when none comes.
+        """Within the block, the first commit that writes the point waits. `provoke` is called again and again until one
+        comes. Raises TimeoutError when none does.
         """
         await self.connection.execute("SELECT pg_advisory_lock($1)", KEY)
         await self.connection.execute("INSERT INTO fault_point VALUES ($1)", _name(point))
         try:
-            first, strike_at = PROVOKED_BY.get(point), 0.0
             async with asyncio.timeout(limit_s):
                 while (backend := await self.connection.fetchval(_HELD, KEY)) is None:
-                    if first is not None and time.monotonic() >= strike_at:
-                        strike(first)
-                        strike_at = time.monotonic() + PROVOKE_AGAIN_S[first]
+                    provoke()
                     await asyncio.sleep(0.002)
             yield HeldCommit(self, backend)
         finally:

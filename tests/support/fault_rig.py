@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from plexrl_controller.embedded.cluster import LocalCluster
 from plexrl_controller.embedded.postgres import EmbeddedPostgres
 from plexrl_controller.embedded.process import EmbeddedError
 from plexrl_controller.embedded.settings import ClusterSettings
-from tests.support.fault_points import POINTS, FaultDatabase, Moment
+from tests.support.fault_points import POINTS, PROVOKED_BY, FaultDatabase, Moment
 
 PARTS = ("client", "controller", "worker-0", "engine", "postgres")
 RECOVERY_LIMIT_S = 240.0
@@ -126,7 +126,7 @@ class Rig:
 
     async def kill(self, kill: Kill) -> float:
         """Kills at the point, and waits until the clients go on. Returns the seconds that this took."""
-        async with self.database.held(kill.point, self._strike) as commit:
+        async with self.database.held(kill.point, self._provoking(kill.point)) as commit:
             if kill.moment is Moment.AFTER:
                 await commit.let_land()
                 began = self._strike(kill.part)
@@ -138,6 +138,21 @@ class Rig:
             self.start_clients()
         await self.progress(steps=4, visits=1)
         return time.monotonic() - began
+
+    def _provoking(self, point: str) -> Callable[[], None]:
+        """Kills the part that brings the point about; where that was of no consequence, again once both clients went
+        on: a call that is killed time and again ends.
+        """
+        part, wanted = PROVOKED_BY.get(point), (0, 0)
+
+        def provoke() -> None:
+            nonlocal wanted
+            here = len(self.trained.lines()), len(self.visits.lines())
+            if part is not None and here[0] >= wanted[0] and here[1] >= wanted[1]:
+                self._strike(part)
+                wanted = here[0] + 2, here[1] + 1
+
+        return provoke
 
     def _strike(self, part: str) -> float:
         began = time.monotonic()

@@ -136,6 +136,9 @@ def grpc_code(number: int) -> Any:
 class Orders:
     """The controller's end of an Execute stream: sends orders, gathers reports."""
 
+    _ids = itertools.count(1001)
+    """Of all streams: a report that one of them missed comes on the next, and must not be taken for another's."""
+
     def __init__(
         self, channel: aio.Channel, incarnation: int, leader_term: int = 1, limit_s: float = _ANSWER_LIMIT_S
     ) -> None:
@@ -145,7 +148,6 @@ class Orders:
         self.reports: list[w.Report] = []
         self.ended = asyncio.Event()
         self.error: aio.AioRpcError | None = None
-        self._ids = itertools.count(leader_term % 2**40 * 1000 + 1)
         self._arrived = asyncio.Event()
         self._stream = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=METADATA)
         self._reader = asyncio.create_task(self._read())

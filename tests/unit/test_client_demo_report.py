@@ -11,7 +11,7 @@ from plexrl.demo.report import Report
 from plexrl.demo.runs import Stalls
 
 
-def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80) -> figures.JobFigures:
+def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80, drift: float = 1.02) -> figures.JobFigures:
     return figures.JobFigures(
         name=name,
         reward_before=0.25,
@@ -22,6 +22,7 @@ def row(name: str, slowdown: float, rise: float = 0.4, swaps: int = 80) -> figur
         swap_s=1.31,
         idle_s=68.1,
         swaps=swaps,
+        drift=drift,
         slowdown=figures.Slowdown(slowdown, slowdown - 0.05, slowdown + 0.05, 15),
         saving=figures.saving(slowdown, 2),
         weights_equal_alone=True,
@@ -80,6 +81,14 @@ def test_the_table_fits_80_columns(tmp_path: Path) -> None:
     console.file.close()
     assert "…" not in text
     assert "interleave 0.25→0.65" in text
+
+
+@pytest.mark.parametrize(("drift", "said"), [(1.3, True), (0.7, True), (1.1, False)])
+def test_a_machine_that_changed_between_the_phases_is_named(tmp_path: Path, drift: float, said: bool) -> None:
+    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
+    report(row("reverse", 1.4, drift=drift), row("interleave", 1.4, drift=drift)).show(console)
+    assert ("The machine changed" in console.export_text()) is said
+    console.file.close()
 
 
 def test_the_report_has_the_keys_that_programs_read(tmp_path: Path) -> None:

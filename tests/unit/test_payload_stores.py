@@ -20,7 +20,7 @@ from plexrl_controller.domain.errors import (
 )
 from plexrl_controller.domain.ids import Tenant
 from plexrl_controller.domain.records import Payload
-from plexrl_controller.payloads import inline
+from plexrl_controller.payloads import directory, inline
 from plexrl_controller.payloads.directory import DirectoryPayloadStore
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.payloads.objects import PART_BYTES, ObjectPayloadStore
@@ -293,17 +293,30 @@ class TestDirectory:
         ("code", "error"),
         [(errno.ENOSPC, ResourceExhausted), (errno.EDQUOT, ResourceExhausted), (errno.EIO, Unavailable)],
     )
-    async def test_a_failing_disk_has_a_name(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+    @pytest.mark.parametrize(("call", "failing"), [("fsync", 1), ("fdatasync", 1), ("fdatasync", 2)])
+    async def test_a_failing_disk_has_a_name_whichever_write_it_is_that_fails(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], call: str, failing: int
     ) -> None:
+        """The kernel tells once of bytes that did not reach the disk: whoever hears it must not forget it."""
         store = await DirectoryPayloadStore.open(root)
+        monkeypatch.setattr(directory, "SYNC_BYTES", 0)
+        real, calls = getattr(os, call), 0
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(4):
+                yield b"content"
+                await asyncio.sleep(0.01)
 
         def fail(descriptor: int) -> None:
-            raise OSError(code, os.strerror(code))
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise OSError(code, os.strerror(code))
+            real(descriptor)
 
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(os, call, fail)
         with pytest.raises(error):
-            await store.put(ACME, b"content")
+            await store.put(ACME, chunks())
         monkeypatch.undo()
         assert store.stored_bytes(ACME) == 0
         assert self.files(root) == []

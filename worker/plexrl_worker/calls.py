@@ -212,7 +212,7 @@ class CallRunner:
 
     def _may_join(self, running: int, until_s: float) -> bool:
         """Whether another call may join those that run together."""
-        free = not self._host.device.lock.waiting or time.monotonic() < until_s
+        free = not self._host.device.lock.wanted or time.monotonic() < until_s
         return running < MOST_CONCURRENT and free
 
     def _send_generate(self, execution: Execution) -> EngineCall[t.GenerateResult]:

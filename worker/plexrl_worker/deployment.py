@@ -1,11 +1,10 @@
 """What the daemon remembers of one model on this worker, beside where its bytes are."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import worker_pb2 as w
@@ -15,6 +14,7 @@ from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.errors import Unsupported
 from plexrl_worker.parked_files import StateFacts
 from plexrl_worker.settings import WorkerSettings
+from plexrl_worker.wanted_lock import WantedLock
 
 _DEFAULT_MICRO_BATCH_TOKENS = 8192
 # Keys of a config.json that change neither the architecture nor its numbers.
@@ -28,26 +28,6 @@ class HostState:
     parked: port.ParkedState
     applied_sequence: int
     weights_version: int
-
-
-class ImageLock(asyncio.Lock):
-    """A lock that tells whether anybody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiting = 0
-
-    async def acquire(self) -> Literal[True]:
-        self._waiting += 1
-        try:
-            return await super().acquire()
-        finally:
-            self._waiting -= 1
-
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody waits."""
-        return self._waiting > 0
 
 
 @dataclass
@@ -74,7 +54,7 @@ class Deployment:
     state_lost: bool = False
     conditions: Mapping[str, str] = field(default_factory=dict)
     host_state: HostState | None = None
-    image_lock: ImageLock = field(default_factory=ImageLock)
+    image_lock: WantedLock = field(default_factory=WantedLock)
 
     @property
     def model_id(self) -> str:

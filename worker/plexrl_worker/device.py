@@ -3,36 +3,19 @@
 The lock orders everything that touches the device; whoever calls `grant` holds it.
 """
 
-import asyncio
 import contextlib
-from typing import Literal
 
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.errors import EngineDied
 from plexrl_worker.engine.port import DeviceRelease
-
-
-class DeviceLock(asyncio.Lock):
-    """A lock that knows whether others wait for it: whoever could hold it for ever looks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting = 0
-
-    async def acquire(self) -> Literal[True]:
-        """As of any lock."""
-        self.waiting += 1
-        try:
-            return await super().acquire()
-        finally:
-            self.waiting -= 1
+from plexrl_worker.wanted_lock import WantedLock
 
 
 class Device:
     """The one device of this worker."""
 
     def __init__(self) -> None:
-        self.lock = DeviceLock()
+        self.lock = WantedLock()
         self._holder: EngineProcess | None = None
 
     @property

@@ -39,6 +39,8 @@ class JobFigures:
     swap_s: float
     idle_s: float
     swaps: int
+    drift: float
+    """Device-busy seconds of a step while shared, over those alone: what the machine itself changed meanwhile."""
     slowdown: Slowdown
     saving: float
     weights_equal_alone: bool
@@ -56,6 +58,7 @@ class JobFigures:
             "swap_s": self.swap_s,
             "idle_s": self.idle_s,
             "swaps": self.swaps,
+            "drift": self.drift,
             "slowdown": self.slowdown.value,
             "slowdown_interval": [self.slowdown.low, self.slowdown.high],
             "slowdown_steps": self.slowdown.steps,
@@ -97,6 +100,7 @@ def job_figures(shared: JobRun, alone: JobRun, sharing: int) -> JobFigures:
         swap_s=shared.swap_s,
         idle_s=max(0.0, shared.wall_s - shared.busy_s - shared.swap_s),
         swaps=shared.swaps,
+        drift=(shared.busy_s / len(shared.steps)) / (alone.busy_s / len(alone.steps)),
         slowdown=ratio,
         saving=saving(ratio.value, sharing),
         weights_equal_alone=bool(alone.fingerprints) and alone.fingerprints.items() <= shared.fingerprints.items(),

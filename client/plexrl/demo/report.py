@@ -25,6 +25,10 @@ class Expectation:
     value: str
 
 
+MOST_DRIFT = 1.15
+"""From here on the report says that the machine changed between the phases that it compares."""
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything the demo found."""
@@ -157,6 +161,13 @@ class Report:
             "cost: device time charged per step (split equally while shared) over the same steps alone. d: device-busy "
             f"share alone. The stalls, {self.stall_mean_s:.1f} s in the mean, are real waits that stand for a sandbox."
         )
+        drift = fmean(job.drift for job in self.jobs)
+        if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT:
+            console.print(
+                f"[yellow]The machine changed[/]: a step took {drift:.2f} times as much device time while they shared "
+                "as alone, though it computed the same. Slowdown and saving are off by what that did; run it again on "
+                "a calmer machine."
+            )
         for expectation in self.expectations():
             mark = "[green]holds[/]" if expectation.holds else "[red]does not hold[/]"
             console.print(f"  {mark}  {expectation.name}: {expectation.value}")

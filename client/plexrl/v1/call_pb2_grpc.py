@@ -96,6 +96,7 @@ class CallServiceServicer(object):
         FAILED_PRECONDITION with PREDECESSOR_FAILED: ResumeSequence first. With STATE_LOST: load_checkpoint first.
         With JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. With AFFINITY_UNSATISFIABLE: the model's worker lacks a label.
         RESOURCE_EXHAUSTED with TOO_MANY_CALLS: acknowledge results or wait.
+        UNIMPLEMENTED: it asks for what this schema reserves and no cluster offers yet, for example sync_weights with KEEP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

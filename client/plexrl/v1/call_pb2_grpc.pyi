@@ -46,6 +46,7 @@ class CallServiceStub:
     FAILED_PRECONDITION with PREDECESSOR_FAILED: ResumeSequence first. With STATE_LOST: load_checkpoint first.
     With JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. With AFFINITY_UNSATISFIABLE: the model's worker lacks a label.
     RESOURCE_EXHAUSTED with TOO_MANY_CALLS: acknowledge results or wait.
+    UNIMPLEMENTED: it asks for what this schema reserves and no cluster offers yet, for example sync_weights with KEEP.
     """
     Connect: _grpc.StreamStreamMultiCallable[_call_pb2.ConnectRequest, _call_pb2.ConnectResponse]
     """The long-lived form of submit, acknowledge and watch: several messages to a frame each way. On opening, all calls of
@@ -85,6 +86,7 @@ class CallServiceAsyncStub(CallServiceStub):
     FAILED_PRECONDITION with PREDECESSOR_FAILED: ResumeSequence first. With STATE_LOST: load_checkpoint first.
     With JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. With AFFINITY_UNSATISFIABLE: the model's worker lacks a label.
     RESOURCE_EXHAUSTED with TOO_MANY_CALLS: acknowledge results or wait.
+    UNIMPLEMENTED: it asks for what this schema reserves and no cluster offers yet, for example sync_weights with KEEP.
     """
     Connect: _aio.StreamStreamMultiCallable[_call_pb2.ConnectRequest, _call_pb2.ConnectResponse]  # type: ignore[assignment]
     """The long-lived form of submit, acknowledge and watch: several messages to a frame each way. On opening, all calls of
@@ -127,6 +129,7 @@ class CallServiceServicer(metaclass=_abc_1.ABCMeta):
         FAILED_PRECONDITION with PREDECESSOR_FAILED: ResumeSequence first. With STATE_LOST: load_checkpoint first.
         With JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. With AFFINITY_UNSATISFIABLE: the model's worker lacks a label.
         RESOURCE_EXHAUSTED with TOO_MANY_CALLS: acknowledge results or wait.
+        UNIMPLEMENTED: it asks for what this schema reserves and no cluster offers yet, for example sync_weights with KEEP.
         """
 
     @_abc_1.abstractmethod

@@ -4,7 +4,6 @@ The rules of program order and of versions live here and nowhere else; the cycle
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
 from plexrl_controller.dispatch.capabilities import capabilities_of
 from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
@@ -15,8 +14,8 @@ from plexrl_controller.domain.states import CallKind, CallReason, CallState, Job
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.scheduling.views import ReadyCall
 
-LOOKED_AT = 256
-"""Of a model's generates that wait, those that are looked at for ones that may run: a full session's may not."""
+MOST_PASSED_OVER = 256
+"""Calls of full sessions, behind which others are looked for that may run now. They become fewer with every end."""
 READY_LIMIT = 64
 """Most ready calls of one model that a view carries: a group's window is not larger."""
 
@@ -69,8 +68,9 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
     expected_s = _expected_s(ledger, model, CallKind.GENERATE)
     found: list[ReadyCall] = []
     rooms: dict[SessionId, int] = {}
-    for call_id in islice(index.pending_generates, LOOKED_AT):
-        if len(found) >= READY_LIMIT:
+    passed_over = 0
+    for call_id in index.pending_generates:
+        if len(found) >= READY_LIMIT or passed_over >= MOST_PASSED_OVER:
             break
         call = ledger.calls[call_id]
         if call.weights_version == model.weights_version:
@@ -80,6 +80,7 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
                 room = session_room(ledger, model, session) if room is None else room
                 rooms[session.session_id] = room - 1
                 if room <= 0:
+                    passed_over += 1
                     continue
             concurrent = session is not None
             since = ledger.ready_since.setdefault(call_id, now)
@@ -91,13 +92,17 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 def session_room(ledger: Ledger, model: Model, session: Session) -> int:
     """How many more of a session's calls its worker may be given now."""
-    worker = ledger.workers.get(model.worker_id) if model.worker_id is not None else None
-    offered = capabilities_of(worker).max_concurrent_generates if worker is not None else 0
     # Sessions of one model share what its worker runs together.
     sharing = ledger.open_sessions(session.model_id)
     running = sum(len(ledger.session_facts[each.session_id].in_flight) for each in sharing)
     own = len(ledger.session_facts[session.session_id].in_flight)
-    return min(session.max_concurrent - own, max(1, offered) - running)
+    return min(session.max_concurrent - own, _offered(ledger, model) - running)
+
+
+def _offered(ledger: Ledger, model: Model) -> int:
+    """How many generates the model's worker runs together."""
+    worker = ledger.workers.get(model.worker_id) if model.worker_id is not None else None
+    return max(1, capabilities_of(worker).max_concurrent_generates) if worker is not None else 1
 
 
 def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
@@ -159,7 +164,10 @@ def _session_full(ledger: Ledger, call: Call, model: Model) -> Blocked | None:
     if session is None or session_room(ledger, model, session) > 0:
         return None
     running = tuple(ledger.session_facts[session.session_id].in_flight)
-    text = f"{len(running)} calls of its session are with the engine; the session may have {session.max_concurrent}"
+    text = (
+        f"{len(running)} calls of its session are with the engine; the session may have {session.max_concurrent}, and "
+        f"its worker runs {_offered(ledger, model)} together"
+    )
     return Blocked(CallReason.SESSION_FULL, text, running[:16])
 
 

@@ -94,8 +94,8 @@ def yield_session(core: Core, session: Session, idle_s: float) -> None:
 def not_open(session_id: str) -> FailedPrecondition:
     """What a request in a session hears that takes none."""
     return FailedPrecondition(
-        f"session {session_id!r} of this model is not open: it was closed, or expired because nothing was asked of it; "
-        "open one",
+        f"session {session_id[:64]!r} of this model is not open: it was closed, or expired because nothing was asked "
+        "of it; open one",
         reason="SESSION_NOT_OPEN",
     )
 

@@ -25,6 +25,8 @@ from plexrl_controller.payloads.port import CHUNK_BYTES, MAX_PAYLOAD_BYTES, QUOT
 P = ParamSpec("P")
 T = TypeVar("T")
 
+SYNC_BYTES = 8 << 20
+"""Of an upload that is under way: so much is left for the end to wait for."""
 _PARTIAL = "partial"
 
 
@@ -50,25 +52,15 @@ class DirectoryPayloadStore(HeldPayloads):
         partial = self._root / _PARTIAL / token_hex(16)
         reserved_bytes = 0
         try:
-            digest = sha256()
-            file = await _in_thread(_create, partial)
-            # A chunk is hashed and written while the next one comes in.
-            writing: asyncio.Task[None] | None = None
+            file = _WrittenBehind(await _in_thread(_create, partial))
             try:
                 async for chunk in chunks_of(content):
                     self._ledger.reserve(owner, len(chunk), reserved_bytes + len(chunk))
                     reserved_bytes += len(chunk)
-                    if writing is not None:
-                        await writing
-                    writing = _begin(_write, file, chunk, digest)
-                if writing is not None:
-                    await writing
-                await _in_thread(_sync, file)
+                    await file.append(chunk)
+                payload = Payload(await file.finish(), reserved_bytes)
             finally:
-                if writing is not None:
-                    await asyncio.wait([writing])
-                file.close()
-            payload = Payload(digest.hexdigest(), reserved_bytes)
+                await file.close()
             path = self._path((owner, payload.sha256))
             await _in_thread(_make_directory, path.parent)
             _rename(partial, path)
@@ -111,6 +103,43 @@ class DirectoryPayloadStore(HeldPayloads):
             await _in_thread(leftover.unlink, missing_ok=True)
 
 
+class _WrittenBehind:
+    """A new file: a chunk is hashed and written while the next one comes; what is written goes to disk meanwhile."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = sha256()
+        self._writing: asyncio.Task[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._unsynced_bytes = 0
+
+    async def append(self, chunk: bytes) -> None:
+        """Begins to write a chunk once the one before is written, whose error this raises."""
+        if self._writing is not None:
+            await self._writing
+        if self._unsynced_bytes > SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            if self._syncing is not None:
+                # The kernel tells only once of bytes that did not reach the disk.
+                await self._syncing
+            self._syncing, self._unsynced_bytes = _begin(_sync, self._file), 0
+        self._unsynced_bytes += len(chunk)
+        self._writing = _begin(_write, self._file, chunk, self._digest)
+
+    async def finish(self) -> str:
+        """Returns the SHA-256 once everything is on disk."""
+        for begun in (self._writing, self._syncing):
+            if begun is not None:
+                await begun
+        await _in_thread(_sync, self._file)
+        return self._digest.hexdigest()
+
+    async def close(self) -> None:
+        """Nobody closes a file in use."""
+        if begun := [task for task in (self._writing, self._syncing) if task is not None]:
+            await asyncio.wait(begun)
+        self._file.close()
+
+
 def _prepare(root: Path) -> list[tuple[Key, int]]:
     partials = root / _PARTIAL
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,7 +152,7 @@ def _prepare(root: Path) -> list[tuple[Key, int]]:
 
 
 def _create(path: Path) -> IO[bytes]:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -131,8 +160,10 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _write(file: IO[bytes], chunk: bytes, digest: Any) -> None:
+    written = file.write(chunk)
+    while written < len(chunk):
+        written += file.write(memoryview(chunk)[written:])
     digest.update(chunk)
-    file.write(chunk)
 
 
 def _read(file: IO[bytes], digest: Any) -> bytes:
@@ -142,8 +173,7 @@ def _read(file: IO[bytes], digest: Any) -> bytes:
 
 
 def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    os.fdatasync(file.fileno())
 
 
 def _make_directory(path: Path) -> None:
