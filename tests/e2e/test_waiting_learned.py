@@ -11,7 +11,7 @@ import pytest
 from plexrl.waiting.learned import demo
 from plexrl.waiting.learned.job import Settings
 
-SETTINGS = Settings(imitation_steps=60, steps=15, held_out=96, evaluate_every=15)
+SETTINGS = Settings(imitation_steps=60, steps=30, held_out=96, evaluate_every=30)
 
 
 @pytest.mark.long
