@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import image_writer
 from plexrl_worker.snapshots import STATE_FILE
+from plexrl_worker.wanted_lock import WantedLock
 from tests.support.worker_daemon import (
     Cluster,
     call,
@@ -117,24 +120,40 @@ async def test_a_swap_that_wants_the_image_has_it_and_the_snapshot_is_of_before(
 
     monkeypatch.setattr(image_writer, "PIECE_BYTES", 4096)
     moved: list[int] = []
-    move_to = image_writer.ImageWriter.move_to
+    locks: list[WantedLock] = []
+    armed = threading.Event()
+    move_to, step, acquire = image_writer.ImageWriter.move_to, image_writer.ImageWriter.step, WantedLock.acquire
 
     def noted(self: image_writer.ImageWriter, fd: int) -> None:
         moved.append(fd)
         move_to(self, fd)
 
+    def step_once_wanted(self: image_writer.ImageWriter) -> None:
+        limit_s = time.monotonic() + 30
+        while armed.is_set() and not any(lock.wanted for lock in locks) and time.monotonic() < limit_s:
+            time.sleep(0.005)
+        armed.clear()
+        step(self)
+
+    async def acquire_noted(self: WantedLock) -> bool:
+        locks.append(self)
+        return bool(await acquire(self))
+
     monkeypatch.setattr(image_writer.ImageWriter, "move_to", noted)
+    monkeypatch.setattr(image_writer.ImageWriter, "step", step_once_wanted)
+    monkeypatch.setattr(WantedLock, "acquire", acquire_noted)
     async with cluster(tmp_path, host_state_bytes=(3 if to_spare else 2) * STATE_BYTES) as worker:
         sequence = await trained(worker)
         await worker.orders.ok(deploy=deploy("other", seed=2))
         # The first write brings the image up to date; of the second it is all that is needed.
         await snapshot(worker, slot(1))
+        armed.set()
         order_id = await worker.orders.send(snapshot=w.SnapshotOrder(model_id="m", snapshot_id=slot(0)))
         await worker.orders.ok(run_call=call("m", optim_step(), sequence + 1))
         await worker.orders.ok(swap_weights=swap("other", "m"))
         written = (await worker.orders.finished(order_id)).finished.snapshot
         assert written.sequence == sequence
-        assert bool(moved) <= to_spare
+        assert bool(moved) is to_spare
         await worker.orders.ok(swap_weights=swap("m", "other"))
         await worker.orders.ok(run_call=call("m", sync(), sequence + 2))
         expected = await scores(worker.orders, "m", sequence + 3)

@@ -1,5 +1,6 @@
 """What a host image holds reaches its files as it was, whoever wants the image meanwhile."""
 
+import errno
 import hashlib
 import os
 import random
@@ -41,5 +42,31 @@ def test_an_image_that_is_had_back_while_it_is_written_is_written_as_it_was(
         wanted = content[extent.offset : extent.offset + size_bytes]
         assert (tmp_path / file.name).read_bytes() == wanted
         assert (file.size_bytes, file.sha256) == (size_bytes, hashlib.sha256(wanted).hexdigest())
+    for fd in (source, copy):
+        os.close(fd)
+
+
+def test_a_copy_that_fails_keeps_nothing_open_and_the_image_can_still_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extents = [port.ComponentLayout(c, 4096 * n, 4096) for n, c in enumerate(COMPONENTS)]
+    source, copy = os.memfd_create("source"), os.memfd_create("copy")
+    os.truncate(source, 4096 * len(COMPONENTS))
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    before = os.listdir("/proc/self/fd")
+    writer = image_writer.ImageWriter(os.dup(source), extents, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sendfile", fail)
+        moved_to = os.dup(copy)
+        with pytest.raises(OSError, match="memory"):
+            writer.move_to(moved_to)
+    while not writer.done:
+        writer.step()
+    writer.close()
+    writer.close()
+    assert os.listdir("/proc/self/fd") == before
     for fd in (source, copy):
         os.close(fd)

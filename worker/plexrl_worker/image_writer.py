@@ -60,20 +60,27 @@ class ImageWriter:
     def move_to(self, fd: int) -> None:
         """Copies what is left into another image of the same layout, and goes on there; `fd` is the writer's then."""
         begun = self._at
-        for extent in reversed(self._left):
-            offset, end = extent.offset + begun, extent.offset + extent.size_bytes
-            begun = 0
-            os.lseek(fd, offset, os.SEEK_SET)
-            while offset < end:
-                offset += os.sendfile(fd, self._fd, offset, end - offset)
+        try:
+            for extent in reversed(self._left):
+                offset, end = extent.offset + begun, extent.offset + extent.size_bytes
+                begun = 0
+                os.lseek(fd, offset, os.SEEK_SET)
+                while offset < end:
+                    offset += os.sendfile(fd, self._fd, offset, end - offset)
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(self._fd)
         self._fd = fd
 
     def close(self) -> None:
-        """Gives up its descriptors."""
-        if self._file is not None:
-            self._file.close()
-        os.close(self._fd)
+        """Gives up its descriptors; again is fine."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class _File:
