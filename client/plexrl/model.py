@@ -308,8 +308,9 @@ class Model:
 
         max_concurrent: most that are with the engine at a time, 1 to 64. grace_s: how long those that run have to end
         when another job is to have the device, default 5; then they are parked, and go on later. idle_limit_s: the
-        session expires when nothing is asked of it for so long, default an hour. on_revoked: called, in a thread of
-        this client's, when another job is to have the device or has it.
+        session expires when nothing is asked of it for so long, default an hour; where the model has 8 already, opening
+        one ends the one that was unused longest. on_revoked: called, in a thread of this client's, when what runs is to
+        make way for another job.
         """
         request = s.OpenSessionRequest(
             request_id=uuid.uuid4().hex, model_id=self.model_id, max_concurrent=max_concurrent

@@ -57,7 +57,7 @@ class Session:
         self._message = message
         self._on_revoked = on_revoked
         self._lock = threading.Lock()
-        self._was_granted = message.grant == s.SESSION_GRANT_GRANTED
+        self._revoked = message.grant == s.SESSION_GRANT_REVOKED
         self._calls: weakref.WeakSet[CallFuture[Completions]] = weakref.WeakSet()
         self._wakes_at: dict[object, float] = {}
         self.session_id = message.session_id
@@ -119,8 +119,11 @@ class Session:
 
     @property
     def revoked(self) -> bool:
-        """Whether the session had the device and another job has it now, or is about to."""
-        return self._message.state == s.SESSION_STATE_OPEN and self._was_granted and self.state != "GRANTED"
+        """Whether what ran was asked to make way for another job, and has not been given the device again since.
+
+        One of which nothing ran when its turn ended, or whose worker is away, only waits: `state` says so.
+        """
+        return self._message.state == s.SESSION_STATE_OPEN and self._revoked
 
     def idle(self, seconds: float) -> None:
         """Says that nothing will be asked in this session for so long: others may have the device. Returns at once."""
@@ -170,7 +173,8 @@ class Session:
         """Heard on the call stream, in its thread."""
         before = self.revoked
         self._message = message
-        self._was_granted = self._was_granted or message.grant == s.SESSION_GRANT_GRANTED
+        if message.grant != s.SESSION_GRANT_WAITING:
+            self._revoked = message.grant == s.SESSION_GRANT_REVOKED
         if self.revoked and not before and self._on_revoked is not None:
             self._on_revoked()
 

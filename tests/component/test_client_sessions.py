@@ -68,6 +68,26 @@ def test_a_revocation_is_told_once_and_a_grant_ends_it(controller: FakeControlle
     assert (session.state, session.revoked) == ("GRANTED", False)
 
 
+def test_a_revocation_is_told_though_the_grant_was_not_heard(controller: FakeController, model: Model) -> None:
+    """Updates coalesce, and one may come before the session is watched."""
+    heard = threading.Event()
+    session = model.session(on_revoked=heard.set)
+    session.generate([[1]], max_tokens=1)
+    controller.sessions.grant(session.session_id, session_pb2.SESSION_GRANT_REVOKED)
+    assert heard.wait(10)
+    assert session.revoked
+
+
+def test_to_wait_for_a_worker_that_is_away_is_no_revocation(controller: FakeController, model: Model) -> None:
+    told: list[str] = []
+    session = model.session(on_revoked=lambda: told.append(session.state))
+    session.generate([[1]], max_tokens=1)
+    for grant in (session_pb2.SESSION_GRANT_GRANTED, session_pb2.SESSION_GRANT_WAITING):
+        controller.sessions.grant(session.session_id, grant)
+    session.generate([[1]], max_tokens=1)
+    assert (session.state, session.revoked, told) == ("WAITING", False, [])
+
+
 def test_the_device_may_go_when_the_last_conversation_sleeps(controller: FakeController, model: Model) -> None:
     controller.holding = True
     session = model.session()

@@ -1,10 +1,14 @@
 """Sessions under a whole leader: how many run, who waits for whom, what a revocation does, what a restart keeps."""
 
+import asyncio
+
 import pytest
 
-from plexrl.v1 import call_pb2, session_pb2, worker_pb2
+from plexrl.v1 import call_pb2, registry_pb2, session_pb2, worker_pb2
+from plexrl_controller.api.job_stream import session_news
 from plexrl_controller.api.sessions import SessionService
 from plexrl_controller.dispatch import jobs, reaper
+from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.domain.errors import (
     ControllerError,
     FailedPrecondition,
@@ -19,6 +23,7 @@ from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
+from tests.support.gated_store import GatedStore
 from tests.support.leader import Leader, act_as, running_leader
 
 POLICY = Policy(quantum_s=1.0, chunk_s=5.0, hold=HoldRule.NEVER)
@@ -137,6 +142,22 @@ async def test_a_worker_that_runs_fewer_together_is_given_no_more() -> None:
         assert len(runs(leader)) == 1
 
 
+async def test_sessions_that_become_ready_together_share_what_the_worker_runs() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        leader.worker.capabilities.max_concurrent_generates = 3
+        model = await one_model(leader)
+        other = await leader.model(await leader.job("other"))
+        await leader.submit(other, specs.generate())
+        await leader.settle()
+        first, second = await opened(leader, model, 2), await opened(leader, model, 2)
+        calls = [*await submitted(leader, model, first, 4), *await submitted(leader, model, second, 4)]
+        assert states(leader, calls) == [CallState.PENDING] * 8
+        await step(leader, 2)
+        assert [(await session(leader, each)).running for each in (first, second)] == [2, 1]
+        await leader.work()
+        assert set(states(leader, calls)) == {CallState.SUCCEEDED}
+
+
 async def test_calls_outside_and_of_the_sequence_keep_their_places() -> None:
     """What changes the weights comes behind the generates that need the old ones, and new ones need the new."""
     async with running_leader() as leader:
@@ -190,6 +211,91 @@ async def test_revoked_it_gets_a_grace_then_all_is_parked_and_later_all_goes_on(
         assert {record(leader, call).attempt for call in calls} == {1}
         assert (await session(leader, session_id)).grant == GRANTED
         assert sorted(leader.worker.executed) == sorted(call.call_id for call in [*calls, waiting])
+
+
+async def test_what_gave_way_goes_on_in_the_order_in_which_it_began() -> None:
+    """And before what has not begun, in whichever order it gave way."""
+    for backwards in (False, True):
+        async with running_leader(policy=POLICY) as leader:
+            model = await one_model(leader)
+            other = await leader.model(await leader.job("other"))
+            calls = await submitted(leader, model, await opened(leader, model, 4, grace_s=0), 6)
+            began = [run.call.call_id for run in runs(leader)]
+            await parked(leader, other, backwards=backwards)
+            assert [record(leader, call).state for call in calls[:4]] == [CallState.YIELDED] * 4
+            leader.transport.sent.clear()
+            await leader.work()
+            assert [run.call.call_id for run in runs(leader)] == [*began, calls[4].call_id, calls[5].call_id]
+
+
+async def parked(leader: Leader, other: Model, *, backwards: bool = False) -> call_pb2.Call:
+    """What runs gives way to a call of another job, which is given to the worker."""
+    before = len(asked(leader))
+    leader.clock.time += 6.0
+    waiting = await leader.submit(other, specs.generate())
+    await wake(leader, 0.5)
+    count = len(asked(leader)) - before
+    assert count
+    queue = leader.worker.queue
+    if backwards:
+        queue.extendleft([queue.popleft() for _ in range(count)])
+    await step(leader, count)
+    assert record(leader, waiting).state is CallState.DISPATCHED
+    return waiting
+
+
+async def test_what_went_on_is_parked_again_when_another_job_comes_again() -> None:
+    """The time in which it was parked is no time in which it ran: what is left of it is as long as it was."""
+    async with running_leader(policy=POLICY) as leader:
+        model = await one_model(leader)
+        other = await leader.model(await leader.job("other"))
+        assert leader.worker_id is not None
+        estimates = leader.core.ledger.groups[leader.worker_id].estimates
+        for _ in range(estimates.MIN_OBSERVATIONS):
+            estimates.service(model.job_id, CallKind.GENERATE, 60.0)
+            estimates.service(other.job_id, CallKind.GENERATE, 1.0)
+        calls = await submitted(leader, model, await opened(leader, model, 4, grace_s=0), 4)
+        await step(leader)  # the swap
+        await begun(leader, calls)
+        await parked(leader, other)
+        leader.clock.time += 300.0
+        await step(leader, 2)
+        assert states(leader, calls) == [CallState.RUNNING] * 4
+        view = group_view(leader.core.ledger, leader.worker_id, leader.clock.now()).job(model.job_id)
+        assert view is not None
+        assert view.in_flight_left_s == pytest.approx(4 * 60.0, rel=0.05)
+        await parked(leader, other)
+        assert states(leader, calls) == [CallState.YIELDED] * 4
+
+
+async def begun(leader: Leader, calls: list[call_pb2.Call]) -> None:
+    """The worker says that they run."""
+    assert leader.worker_id is not None
+    incarnation = leader.core.ledger.workers[leader.worker_id].incarnation
+    reports = [
+        worker_pb2.Report(
+            call=registry_pb2.CallAttempt(call_id=call.call_id, attempt=1), started=worker_pb2.OrderStarted()
+        )
+        for call in calls
+    ]
+    await leader.dispatcher.reports_came(leader.worker_id, incarnation, reports)
+    await leader.settle()
+
+
+async def test_a_session_of_the_same_job_elsewhere_gives_no_grace_here() -> None:
+    async with running_leader(policy=POLICY) as leader:
+        model = await one_model(leader)
+        other = await leader.model(await leader.job("other"))
+        elsewhere = await leader.model(leader.core.ledger.jobs[model.job_id], "elsewhere")
+        calls = await submitted(leader, model, await opened(leader, model, 1, grace_s=0), 1)
+        away = SessionId(await opened(leader, elsewhere, 1, grace_s=60))
+        # As if its model were on another worker and a call of it ran there.
+        ledger = leader.core.ledger
+        assert leader.worker_id is not None
+        del ledger.models_of_worker[leader.worker_id][elsewhere.model_id]
+        ledger.session_facts[away].in_flight.add(CallId("there"))
+        await parked(leader, other)
+        assert states(leader, calls) == [CallState.YIELDED]
 
 
 async def test_a_session_without_grace_yields_at_once_and_whoever_asked_in_vain_takes_nothing_away() -> None:
@@ -310,6 +416,44 @@ async def reaped(leader: Leader, session_id: str, after_s: float) -> int:
     return (await session(leader, session_id)).state
 
 
+async def test_where_there_are_too_many_the_one_that_was_unused_longest_makes_room() -> None:
+    """A client that dies again and again, and opens a session each time, is not locked out by what it left."""
+    async with running_leader() as leader:
+        model = await one_model(leader)
+        used = await opened(leader, model)
+        await submitted(leader, model, used, 1)
+        left: list[str] = []
+        for _ in range(7):
+            leader.clock.time += 10.0
+            left.append(await opened(leader, model))
+        leader.clock.time += 30.0
+        await opened(leader, model)
+        assert (await session(leader, used)).state == session_pb2.SESSION_STATE_OPEN
+        states = [(await session(leader, each)).state for each in left]
+        assert states == [session_pb2.SESSION_STATE_EXPIRED] + [session_pb2.SESSION_STATE_OPEN] * 6
+        assert len(leader.core.ledger.open_sessions(model.model_id)) == 8
+
+
+async def test_an_end_is_told_of_once_it_is_durable_and_nothing_else_meanwhile() -> None:
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        model = await one_model(leader)
+        session_id = await opened(leader, model)
+        told = leader.core.hub.watch_job(model.job_id)
+        told.note_session(leader.core.ledger.sessions[SessionId(session_id)])
+        with store.closed():
+            request = session_pb2.CloseSessionRequest(request_id="close", session_id=session_id)
+            closing = asyncio.create_task(SessionService(leader.core).CloseSession(request, None))
+            await leader.settle()
+            reading = asyncio.create_task(session(leader, session_id))
+            await leader.settle()
+            assert not closing.done()
+            assert not reading.done()
+            assert session_news(leader.core, told) == []
+        for heard in (await closing, await reading, *session_news(leader.core, told)):
+            assert (heard.state, heard.grant) == (session_pb2.SESSION_STATE_CLOSED, 0)
+
+
 async def test_it_ends_with_its_model() -> None:
     async with running_leader() as leader:
         model = await one_model(leader)
@@ -368,7 +512,7 @@ async def test_what_cannot_be_honoured_is_refused() -> None:
             await leader.submit(model, specs.score(), 1, session_id=session_id)
         for _ in range(7):
             await opened(leader, model)
-        with pytest.raises(ResourceExhausted, match="8 open sessions"):
+        with pytest.raises(ResourceExhausted, match="8 open sessions, the limit, and each was used within the last 60"):
             await opened(leader, model)
         act_as(Role.TENANT, Tenant("beta"))
         for ask in (

@@ -80,6 +80,25 @@ async def test_a_long_call_gives_way_and_goes_on_in_the_same_attempt() -> None:
         assert leader.worker.executed == [waiting.call_id, running.call_id]
 
 
+async def test_a_call_of_unknown_length_gives_way_to_one_of_known_length() -> None:
+    """Of it may be left as much as of any: nothing known of it is not nothing left of it."""
+    async with running_leader(policy=POLICY) as leader:
+        long, short = await two_jobs(leader)
+        assert leader.worker_id is not None
+        estimates = leader.core.ledger.groups[leader.worker_id].estimates
+        for _ in range(estimates.MIN_OBSERVATIONS):
+            estimates.service(short.job_id, CallKind.GENERATE, 1.0)
+        running = await leader.submit(long, specs.generate())
+        await leader.settle()
+        leader.clock.time += 6.0
+        await leader.submit(short, specs.generate())
+        await leader.settle()
+        leader.clock.time += 0.5
+        leader.core.wake(leader.worker_id)
+        await leader.settle()
+        assert asked(leader) == [running.call_id]
+
+
 async def test_a_stall_is_not_learned_from_waiting_after_a_yield() -> None:
     async with running_leader(policy=POLICY) as leader:
         running, _ = await yielded(leader)

@@ -81,6 +81,15 @@ class ConcurrencyConformance:
         generation = model.engine.generate(model.name, 0, last.prompts, last.params, last.control, last.execution)
         assert_same(generation, expected[2])
 
+    def test_those_that_gave_way_one_after_the_other_go_on_together(self, model: Model) -> None:
+        """Each may have been all that the engine runs at once: what is more than that waits its turn."""
+        named = [self.interrupted(model, [seed], None, (16, 64, 256, 1024))[0][0] for seed in (12, 13)]
+        expected = [model.generate(generate.prompts, generate.params) for generate in named]
+        go_on = [replace(generate, control=Patient()) for generate in named]
+        together = self.run_together(model, go_on)
+        for generate, undisturbed in zip(go_on, expected, strict=True):
+            assert_same(together.outcomes[generate], undisturbed)
+
     def test_one_gives_way_while_the_others_go_on(self, model: Model) -> None:
         stays = conversation(9, max_tokens=24)
         expected = model.generate(stays.prompts, stays.params)
@@ -90,10 +99,14 @@ class ConcurrencyConformance:
         assert_same(generation, model.generate(goes.prompts, goes.params))
 
     def interrupted(
-        self, model: Model, seeds: Sequence[int], stays: port.ConcurrentGenerate | None
+        self,
+        model: Model,
+        seeds: Sequence[int],
+        stays: port.ConcurrentGenerate | None,
+        sizes: Sequence[int] = (4, 16, 64, 256, 1024),
     ) -> tuple[list[port.ConcurrentGenerate], Coming]:
         """Generates that gave way, all of them, once they had got on: as long as it takes for that on this machine."""
-        for n in (4, 16, 64, 256, 1024):
+        for n in sizes:
             named = [
                 replace(conversation(seed, max_tokens=16, n=n), execution=f"call/{seed}/{n}", control=Courteous())
                 for seed in seeds

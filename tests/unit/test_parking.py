@@ -40,6 +40,7 @@ class Scheduler:
 
     total_blocks: int
     block_size: int = BLOCK_TOKENS
+    max_num_running_reqs: int = 8
     running: list[Request] = field(default_factory=list)
     waiting: Waiting = field(default_factory=Waiting)
     prev_step_scheduled_req_ids: set[str] = field(default_factory=set)
@@ -123,3 +124,31 @@ def test_what_runs_beside_is_given_room_to_grow_too() -> None:
     assert idle.blocks == 2
     parking.make_room([96])
     assert (idle.blocks, busy.blocks) == (0, 1)
+
+
+def test_no_more_go_on_than_run_together_and_the_others_wait_their_turn() -> None:
+    """vLLM asserts that no more run than it was told to: one more would end all that run."""
+    parking, scheduler = parked(1000)
+    scheduler.max_num_running_reqs = 4
+    first = [Request(f"first{n}", 8, 40, 20) for n in range(3)]
+    later = Request("later", 8, 40, 0)
+    scheduler.run(*first)
+    scheduler.waiting.add_request(later)
+    parking.park("execution", sampled(*first, later))
+    beside, queued = [Request(f"beside{n}", 8, 40, 20) for n in range(3)], Request("queued", 8, 40, 0)
+    scheduler.run(*beside)
+    scheduler.waiting.add_request(queued)
+    assert parking.take("execution", "model", 0) is not None
+    assert scheduler.running == [*beside, first[0]]
+    assert list(scheduler.waiting) == [queued, *first[1:], later]
+    assert [request.blocks for request in first] == [1, 0, 0]
+
+
+def test_where_nothing_more_may_run_all_wait() -> None:
+    goes = Request("goes", 8, 40, 20)
+    parking, scheduler = parked(1000, goes)
+    scheduler.max_num_running_reqs = 1
+    stays = Request("stays", 8, 40, 20)
+    scheduler.run(stays)
+    assert parking.take("goes", "model", 0) is not None
+    assert (scheduler.running, list(scheduler.waiting)) == ([stays], [goes])

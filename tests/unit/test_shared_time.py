@@ -16,6 +16,14 @@ def test_two_that_overlap_share_what_they_have_in_common() -> None:
     assert time.leave(2, 500) == (300, 500)
 
 
+def test_a_clock_that_is_set_back_takes_nothing_away() -> None:
+    time = SharedTime(1000)
+    time.join(1, 1000)
+    time.join(2, 1100)
+    assert time.leave(1, 500) == (1000, 1100)
+    assert time.leave(2, 700) == (1100, 1300)
+
+
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 1000)), min_size=1, max_size=20))
 def test_stretches_cover_the_time_in_which_something_ran_once(spans: list[tuple[int, int]]) -> None:
     """Any functions, of which one that begins first and ends last holds the stretch together."""

@@ -32,7 +32,7 @@ class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionS
     SESSION_STATE_CLOSED: _SessionState.ValueType  # 2
     """Terminal: closed by its client, or with its model or job."""
     SESSION_STATE_EXPIRED: _SessionState.ValueType  # 3
-    """Terminal: nothing was asked of it for its idle limit."""
+    """Terminal: nothing was asked of it for its idle limit, or it was unused longest when there was one too many."""
 
 class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
     """Whether a session takes calls."""
@@ -44,7 +44,7 @@ SESSION_STATE_OPEN: SessionState.ValueType  # 1
 SESSION_STATE_CLOSED: SessionState.ValueType  # 2
 """Terminal: closed by its client, or with its model or job."""
 SESSION_STATE_EXPIRED: SessionState.ValueType  # 3
-"""Terminal: nothing was asked of it for its idle limit."""
+"""Terminal: nothing was asked of it for its idle limit, or it was unused longest when there was one too many."""
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 class _SessionGrant:

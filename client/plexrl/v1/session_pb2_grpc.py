@@ -31,8 +31,10 @@ class SessionServiceStub(object):
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
@@ -74,8 +76,10 @@ class SessionServiceServicer(object):
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
@@ -86,7 +90,8 @@ class SessionServiceServicer(object):
     def OpenSession(self, request, context):
         """Opens a session of a model. Same request again: the same session. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used
         for other content. FAILED_PRECONDITION with JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. RESOURCE_EXHAUSTED with
-        TOO_MANY_SESSIONS: the model has 8 open ones; close one.
+        TOO_MANY_SESSIONS: the model has 8 open ones, each of which was used within the last minute; else the one that was unused
+        longest expires and makes room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +114,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Reads a session that is open. NOT_FOUND: there is none, or it has ended.
+        """Reads a session, open or ended. NOT_FOUND: there is none, or its record is kept no longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,8 +157,10 @@ class SessionService(object):
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.

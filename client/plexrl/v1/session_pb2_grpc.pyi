@@ -32,8 +32,10 @@ class SessionServiceStub:
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
@@ -48,7 +50,8 @@ class SessionServiceStub:
     OpenSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.Session]
     """Opens a session of a model. Same request again: the same session. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used
     for other content. FAILED_PRECONDITION with JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. RESOURCE_EXHAUSTED with
-    TOO_MANY_SESSIONS: the model has 8 open ones; close one.
+    TOO_MANY_SESSIONS: the model has 8 open ones, each of which was used within the last minute; else the one that was unused
+    longest expires and makes room.
     """
     YieldSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.YieldSessionRequest, _session_pb2.Session]
     """Says that nothing will be asked in this session for a while: its group may be given to others meanwhile. As a heartbeat's
@@ -59,7 +62,7 @@ class SessionServiceStub:
     Closing one that has ended is fine.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetSessionRequest, _session_pb2.Session]
-    """Reads a session that is open. NOT_FOUND: there is none, or it has ended."""
+    """Reads a session, open or ended. NOT_FOUND: there is none, or its record is kept no longer."""
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -68,8 +71,10 @@ class SessionServiceAsyncStub(SessionServiceStub):
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
@@ -81,7 +86,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     OpenSession: _aio.UnaryUnaryMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Opens a session of a model. Same request again: the same session. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used
     for other content. FAILED_PRECONDITION with JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. RESOURCE_EXHAUSTED with
-    TOO_MANY_SESSIONS: the model has 8 open ones; close one.
+    TOO_MANY_SESSIONS: the model has 8 open ones, each of which was used within the last minute; else the one that was unused
+    longest expires and makes room.
     """
     YieldSession: _aio.UnaryUnaryMultiCallable[_session_pb2.YieldSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Says that nothing will be asked in this session for a while: its group may be given to others meanwhile. As a heartbeat's
@@ -92,7 +98,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Closing one that has ended is fine.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_session_pb2.GetSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
-    """Reads a session that is open. NOT_FOUND: there is none, or it has ended."""
+    """Reads a session, open or ended. NOT_FOUND: there is none, or its record is kept no longer."""
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """A session is a bounded, revocable grant: generates that are submitted in it (SubmitCallRequest.session_id) run together, each
@@ -100,8 +106,10 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     nothing, so that their order does not matter; calls that do change something keep their place in the model's sequence, and
     sync_weights drains a session's generates like any others.
 
-    Tokens are those that the call alone would have sampled; log-probabilities are to 1e-5 in float32, since sums depend on who
-    else is there. Whoever needs them bit for bit submits outside a session.
+    In float32, tokens are those that the call alone would have sampled (unless two are as likely to the last bit) and
+    log-probabilities are to 1e-5, since sums depend on who else is there. In bfloat16 other sums are so far apart that a token may be
+    another one: a sample of the same distribution, with its own log-probabilities. Whoever needs a call bit for bit submits it
+    outside a session.
 
     Every rpc needs a bearer token; a tenant sees only its own sessions (others are NOT_FOUND).
     Any rpc can answer UNAVAILABLE (retry with the same request_id) and UNAUTHENTICATED.
@@ -117,7 +125,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
         """Opens a session of a model. Same request again: the same session. ALREADY_EXISTS with REQUEST_ID_REUSED: the id was used
         for other content. FAILED_PRECONDITION with JOB_NOT_ACTIVE or MODEL_NOT_ACTIVE: it has ended. RESOURCE_EXHAUSTED with
-        TOO_MANY_SESSIONS: the model has 8 open ones; close one.
+        TOO_MANY_SESSIONS: the model has 8 open ones, each of which was used within the last minute; else the one that was unused
+        longest expires and makes room.
         """
 
     @_abc_1.abstractmethod
@@ -146,6 +155,6 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
-        """Reads a session that is open. NOT_FOUND: there is none, or it has ended."""
+        """Reads a session, open or ended. NOT_FOUND: there is none, or its record is kept no longer."""
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

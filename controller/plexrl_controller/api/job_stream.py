@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from plexrl.v1 import call_pb2
+from plexrl.v1 import call_pb2, session_pb2
 from plexrl_controller.api import messages
 from plexrl_controller.api.status import normalize, status_of
 from plexrl_controller.dispatch import limits, submit
 from plexrl_controller.dispatch.core import Core
+from plexrl_controller.dispatch.hub import Subscription
 from plexrl_controller.domain.errors import ControllerError, InvalidArgument
 from plexrl_controller.domain.ids import CallId, ModelId
 from plexrl_controller.domain.records import Call, Job
@@ -83,9 +84,8 @@ class JobStream:
                         message = frames_out.add(result_bytes).updated
                         if not messages.fill_small_call(message, core, call):
                             message.CopyFrom(await messages.full_call_message(core, call))
-                for session in self._subscription.take_sessions():
-                    present = core.ledger.sessions.get(session.session_id, session)
-                    frames_out.add().session.CopyFrom(messages.session_message(core, present))
+                for news in session_news(core, self._subscription):
+                    frames_out.add().session.CopyFrom(news)
                 for frame in frames_out.frames:
                     yield frame
                 if reader.done():
@@ -250,6 +250,12 @@ def checked_ids(request: call_pb2.AckCallsRequest) -> Sequence[str]:
     if len(request.call_ids) > limits.MAX_ACK_CALLS:
         raise InvalidArgument(f"call_ids: {len(request.call_ids)}, the limit is {limits.MAX_ACK_CALLS}")
     return request.call_ids
+
+
+def session_news(core: Core, subscription: Subscription) -> list[session_pb2.Session]:
+    """The sessions that changed, as they stand now; an end that is on its way to the store is published later."""
+    changed = [session for session in subscription.take_sessions() if session.session_id not in core.ending]
+    return [messages.session_message(core, core.ledger.sessions.get(each.session_id, each)) for each in changed]
 
 
 class _Frames:

@@ -22,7 +22,7 @@ from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.dispatch.turns import Turns
 from plexrl_controller.dispatch.uploads import Uploads
 from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
-from plexrl_controller.domain.ids import CallId, Tenant, WorkerId
+from plexrl_controller.domain.ids import CallId, SessionId, Tenant, WorkerId
 from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Session, Worker
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.lifecycle.machine import Effect
@@ -71,6 +71,8 @@ class Core:
         self.replay_divergences = 0
         self.undurable: dict[CallId, int] = {}
         """Calls with transitions that are on their way to the store: not to be shown before they are there."""
+        self.ending: set[SessionId] = set()
+        """Sessions whose end is on its way to the store: nothing is told of them before it is there."""
         self._background: set[asyncio.Task[None]] = set()
         self.turns = Turns()
         self._bytes = _ByteCache(CACHE_BYTES)
@@ -111,9 +113,12 @@ class Core:
         changed = batch.changed_calls()
         for call in changed:
             self.undurable[call.call_id] = call.revision
+        ended = [r.session_id for effect, r in batch.effects if effect is Effect.DELIVER and isinstance(r, Session)]
+        self.ending.update(ended)
 
         def tell(error: ControllerError | None) -> None:
             if error is None:
+                self.ending.difference_update(ended)
                 self._release(batch, changed)
                 if batch.unkept:
                     self._unkeep_later(batch.unkept)

@@ -16,7 +16,7 @@ from plexrl_controller.dispatch.learning import learn_interval, learn_return
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import replay_orders, restore_order
 from plexrl_controller.dispatch.replays import replayed_call
-from plexrl_controller.dispatch.sessions import grace_left_s, tell_grants
+from plexrl_controller.dispatch.sessions import grace_left_s, note_shares, tell_grants
 from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.dispatch.yielding import ask_to_yield, yields_s
 from plexrl_controller.domain.errors import DataLoss, NotFound
@@ -61,6 +61,7 @@ class GroupCycle:
         self._deploy_due()
         while True:
             now = core.clock.now()
+            note_shares(core.ledger, self._worker_id, now)
             if (left_s := yields_s(core, self._worker_id, now)) is not None:
                 return left_s
             view = group_view(core.ledger, self._worker_id, now)

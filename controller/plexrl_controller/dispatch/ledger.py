@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from plexrl.v1 import model_pb2, types_pb2
 from plexrl_controller.dispatch.replay_log import REPLAYED, Recovery, ReplayLog, SnapshotOfModel
+from plexrl_controller.dispatch.shares import DeviceShares
 from plexrl_controller.domain.errors import NotFound
 from plexrl_controller.domain.ids import (
     CallId,
@@ -61,7 +62,9 @@ class ModelCalls:
 
     sequenced: dict[int, CallId] = field(default_factory=dict)
     pending_generates: OrderedDict[CallId, None] = field(default_factory=OrderedDict)
-    """Those that wait for their turn: those that yielded, then those that have not begun."""
+    """Those that wait for their turn: those that yielded, as they began, then those that have not begun."""
+    begun: dict[CallId, None] = field(default_factory=dict)
+    """Those that were dispatched and have neither ended nor to begin anew, in the order of dispatch."""
     generates: dict[CallId, int] = field(default_factory=dict)
     """All of them, with the version each needs."""
 
@@ -81,6 +84,8 @@ class GroupState:
     """When the calls in flight began, or were last asked to yield."""
     revoked_at: float | None = None
     """Since when the sessions of the served job have been revoked: another job is to have the group."""
+    shares: DeviceShares = field(default_factory=DeviceShares)
+    """Of the calls of sessions that run."""
     yielding: dict[CallId, None] = field(default_factory=dict)
     """Calls that were asked to yield and have neither done so nor ended."""
     on_device: set[ModelId] = field(default_factory=set)
@@ -391,16 +396,21 @@ class Ledger:
                 del index.sequenced[call.sequence]
         elif live:
             index.generates[call.call_id] = call.weights_version
-            if call.state in (CallState.PENDING, CallState.YIELDED):
+            if call.state is CallState.PENDING:
+                index.begun.pop(call.call_id, None)
                 index.pending_generates[call.call_id] = None
-                if call.state is CallState.YIELDED:
-                    # What has begun ends first: its KV is kept meanwhile.
-                    index.pending_generates.move_to_end(call.call_id, last=False)
             else:
+                index.begun[call.call_id] = None
                 index.pending_generates.pop(call.call_id, None)
+            if call.state is CallState.YIELDED:
+                # What has begun ends first: its KV is kept meanwhile.
+                index.pending_generates[call.call_id] = None
+                for begun in reversed(index.begun):
+                    if begun in index.pending_generates:
+                        index.pending_generates.move_to_end(begun, last=False)
         else:
-            index.generates.pop(call.call_id, None)
-            index.pending_generates.pop(call.call_id, None)
+            for place in (index.generates, index.begun, index.pending_generates):
+                place.pop(call.call_id, None)
         if call.session_id is not None and (session := self.session_facts.get(call.session_id)) is not None:
             (session.live.add if live else session.live.discard)(call.call_id)
             (session.in_flight.add if call.state in calls.IN_FLIGHT else session.in_flight.discard)(call.call_id)

@@ -6,6 +6,8 @@ MAX_SEQUENCE_AHEAD = 1024
 """How far a sequence number may run ahead of the next one due."""
 MAX_SESSIONS_PER_MODEL = 8
 """Open ones."""
+SESSION_IN_USE_S = 60.0
+"""One of which something was asked within so long is not ended to make room for another."""
 MAX_CONCURRENT = 64
 DEFAULT_CONCURRENT = 16
 """Calls of a session that are with the engine at a time."""

@@ -68,6 +68,7 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
     expected_s = _expected_s(ledger, model, CallKind.GENERATE)
     found: list[ReadyCall] = []
     rooms: dict[SessionId, int] = {}
+    shared = _shared_room(ledger, model) if model.model_id in ledger.sessions_of_model else 0
     passed_over = 0
     for call_id in index.pending_generates:
         if len(found) >= READY_LIMIT or passed_over >= MOST_PASSED_OVER:
@@ -77,11 +78,12 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
             session = ledger.session_of(call)
             if session is not None:
                 room = rooms.get(session.session_id)
-                room = session_room(ledger, model, session) if room is None else room
-                rooms[session.session_id] = room - 1
-                if room <= 0:
+                room = _own_room(ledger, session) if room is None else room
+                if min(room, shared) <= 0:
+                    rooms[session.session_id] = room
                     passed_over += 1
                     continue
+                rooms[session.session_id], shared = room - 1, shared - 1
             concurrent = session is not None
             since = ledger.ready_since.setdefault(call_id, now)
             ran_s = ledger.ran_s.get(call_id, 0.0)
@@ -92,11 +94,18 @@ def _ready_generates(ledger: Ledger, model: Model, index: ModelCalls, now: float
 
 def session_room(ledger: Ledger, model: Model, session: Session) -> int:
     """How many more of a session's calls its worker may be given now."""
-    # Sessions of one model share what its worker runs together.
-    sharing = ledger.open_sessions(session.model_id)
+    return min(_own_room(ledger, session), _shared_room(ledger, model))
+
+
+def _own_room(ledger: Ledger, session: Session) -> int:
+    return session.max_concurrent - len(ledger.session_facts[session.session_id].in_flight)
+
+
+def _shared_room(ledger: Ledger, model: Model) -> int:
+    """What the worker runs together is shared by all sessions of the model."""
+    sharing = ledger.open_sessions(model.model_id)
     running = sum(len(ledger.session_facts[each.session_id].in_flight) for each in sharing)
-    own = len(ledger.session_facts[session.session_id].in_flight)
-    return min(session.max_concurrent - own, _offered(ledger, model) - running)
+    return _offered(ledger, model) - running
 
 
 def _offered(ledger: Ledger, model: Model) -> int:

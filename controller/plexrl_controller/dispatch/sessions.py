@@ -13,7 +13,7 @@ from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.domain.errors import FailedPrecondition, NotFound, ResourceExhausted
 from plexrl_controller.domain.ids import JobId, SessionId, WorkerId
 from plexrl_controller.domain.records import Model, Session
-from plexrl_controller.domain.states import JobState, ModelState, SessionGrant, SessionState
+from plexrl_controller.domain.states import CallState, JobState, ModelState, SessionGrant, SessionState
 from plexrl_controller.lifecycle.sessions import SessionEvent
 
 
@@ -38,13 +38,8 @@ async def open_session(core: Core, key: Key, model: Model, spec: SessionSpec) ->
         raise FailedPrecondition(
             f"model {model.name} is {model.state.name}. {model.message}".strip(), reason="MODEL_NOT_ACTIVE"
         )
-    present = len(core.ledger.open_sessions(model.model_id))
-    if present >= limits.MAX_SESSIONS_PER_MODEL:
-        raise ResourceExhausted(
-            f"model {model.name} has {present} open sessions, the limit: close one, or let it expire",
-            reason="TOO_MANY_SESSIONS",
-        )
     batch = core.batch()
+    _make_room(core.ledger, batch, model)
     session = Session(
         session_id=SessionId(core.new_id()),
         job_id=model.job_id,
@@ -62,9 +57,31 @@ async def open_session(core: Core, key: Key, model: Model, spec: SessionSpec) ->
     return session
 
 
+def _make_room(ledger: Ledger, batch: Batch, model: Model) -> None:
+    """Where a model has as many sessions as it may, the one that was unused longest ends: clients that died leave them.
+
+    Raises ResourceExhausted when all are in use.
+    """
+    present = ledger.open_sessions(model.model_id)
+    if len(present) < limits.MAX_SESSIONS_PER_MODEL:
+        return
+    unused = [session for session in present if not ledger.session_facts[session.session_id].live]
+    longest = min(unused, key=lambda session: ledger.session_facts[session.session_id].last_use, default=None)
+    if longest is None or batch.now - ledger.session_facts[longest.session_id].last_use < limits.SESSION_IN_USE_S:
+        raise ResourceExhausted(
+            f"model {model.name} has {len(present)} open sessions, the limit, and each was used within the last "
+            f"{limits.SESSION_IN_USE_S:g} s: close one",
+            reason="TOO_MANY_SESSIONS",
+        )
+    batch.transition(longest, SessionEvent.EXPIRE, end_time=batch.now)
+
+
 async def find(core: Core, session_id: SessionId) -> Session:
     """A session, open or ended. Raises NotFound."""
-    session = core.ledger.sessions.get(session_id) or await core.store.get_session(session_id)
+    session = core.ledger.sessions.get(session_id)
+    if session is None and session_id in core.ending:
+        await core.commit(core.batch())
+    session = session or await core.store.get_session(session_id)
     if session is None:
         raise NotFound(f"no session {session_id!r}")
     return session
@@ -119,6 +136,13 @@ def grant_of(ledger: Ledger, session: Session) -> SessionGrant:
     return SessionGrant.GRANTED if group.revoked_at is None else SessionGrant.REVOKED
 
 
+def note_shares(ledger: Ledger, worker_id: WorkerId, now: float) -> None:
+    """Notes which calls of sessions run on a worker: what each has had of the device follows from it."""
+    if ledger.sessions:
+        running = [call for call in ledger.in_flight(worker_id) if call.state is not CallState.DISPATCHED]
+        ledger.groups[worker_id].shares.note([c.call_id for c in running if ledger.session_of(c) is not None], now)
+
+
 def tell_grants(core: Core, worker_id: WorkerId) -> None:
     """Tells clients whose sessions on a group may run now and could not, or the other way round."""
     ledger = core.ledger
@@ -130,10 +154,13 @@ def tell_grants(core: Core, worker_id: WorkerId) -> None:
 
 
 def grace_left_s(core: Core, worker_id: WorkerId, job_id: JobId, now: float) -> float:
-    """How long the calls of a job whose turn is over are let run before they yield. Its sessions are revoked now."""
+    """How long the calls of a job whose turn on this worker is over are let run before they yield. Its sessions here
+    are revoked now.
+    """
     ledger, group = core.ledger, core.ledger.groups[worker_id]
     group.revoked_at = now if group.revoked_at is None else group.revoked_at
-    present = ledger.open_sessions(*ledger.models_of_job.get(job_id, ()))
+    here = [m for m in ledger.models_of_worker.get(worker_id, ()) if ledger.models[m].job_id == job_id]
+    present = ledger.open_sessions(*here)
     running = [session for session in present if ledger.session_facts[session.session_id].in_flight]
     grace_s = max((session.grace_s for session in running), default=0.0)
     return max(0.0, group.revoked_at + grace_s - now)

@@ -31,19 +31,19 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
     in_flight: dict[JobId, int] = {}
     left_s: dict[JobId, float] = {}
     yields = False
-    running = ledger.in_flight(worker_id)
-    together = sum([ledger.session_of(call) is not None for call in running]) if ledger.sessions else 0
-    for call in running:
-        expected_s = group.estimates.expected_s(call.job_id, call.kind) or 0.0
+    for call in ledger.in_flight(worker_id):
+        known_s = group.estimates.expected_s(call.job_id, call.kind)
+        expected_s = known_s or 0.0
         if ledger.session_of(call) is not None:
             # What a call takes is its share of the device, and what it has had is one too.
-            ran_s = (now - call.start_time) / max(1, together) if call.start_time is not None else 0.0
+            ran_s = group.shares.had_s(call.call_id, now)
             expected_s = max(0.0, expected_s - ledger.ran_s.get(call.call_id, 0.0) - ran_s)
         elif call.job_id not in in_flight:
             # Calls run one after the other: the first has run since the chunk began.
             expected_s = max(0.0, expected_s - ledger.ran_s.get(call.call_id, 0.0) - (now - group.chunk_start))
         in_flight[call.job_id] = in_flight.get(call.job_id, 0) + 1
-        left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
+        if known_s is not None:
+            left_s[call.job_id] = left_s.get(call.job_id, 0.0) + expected_s
         yields = yields or (call.kind is CallKind.GENERATE and call.state is not CallState.CANCELLING)
     models: dict[JobId, list[ModelView]] = {}
     for model_id in ledger.models_of_worker[worker_id]:

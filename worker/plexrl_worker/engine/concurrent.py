@@ -60,7 +60,8 @@ class Checked:
 class SharedTime:
     """Divides a stretch of time among the functions that run in it: at each moment, equally among those that are there.
 
-    Told the time, in nanoseconds, which never goes back. At least one function is there from the first to the last.
+    Told the time, in nanoseconds: a clock that is set back meanwhile costs what passed, and no share is negative. At
+    least one function is there from the first to the last.
     """
 
     def __init__(self, now_ns: int) -> None:
@@ -85,5 +86,5 @@ class SharedTime:
 
     def _advance(self, now_ns: int) -> None:
         if self._joined:
-            self._each_ns += (now_ns - self._last_ns) / len(self._joined)
+            self._each_ns += max(0, now_ns - self._last_ns) / len(self._joined)
         self._last_ns = now_ns

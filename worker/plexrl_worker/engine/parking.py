@@ -53,7 +53,10 @@ class Parking:
         self._parked[name] = sampled
 
     def take(self, name: str, model: str, version: int) -> Sampled | None:
-        """Puts an execution's requests back, where it is parked and was begun on these weights; makes room for them."""
+        """Puts an execution's requests back, where it is parked and was begun on these weights; makes room for them.
+
+        As many go on at once as vLLM runs beside those that run already; the others wait their turn, without their KV.
+        """
         sampled = self._parked.get(name)
         if sampled is None:
             return None
@@ -62,6 +65,8 @@ class Parking:
             return None
         del self._parked[name]
         self._free(self._growth(sampled.running, sampled.waiting))
+        room = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
+        self._give_up(sampled, kept=max(0, room))
         self._scheduler.running.extend(sampled.running)
         for request in sampled.waiting:
             self._scheduler.waiting.add_request(request)
@@ -79,13 +84,17 @@ class Parking:
 
     def give_up_kv(self) -> None:
         """Frees the blocks of all parked requests; what they have sampled stays, and KV is computed again later."""
-        scheduler = self._scheduler
         for sampled in self._parked.values():
-            for request in reversed(sampled.running):
-                scheduler._preempt_request(request, time.monotonic())
-                sampled.waiting.insert(0, scheduler.waiting.pop_request())
-                scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-            sampled.running = []
+            self._give_up(sampled, kept=0)
+
+    def _give_up(self, sampled: Sampled, kept: int) -> None:
+        """Frees the blocks of an execution's requests but for the first so many: the others wait first of its own."""
+        scheduler = self._scheduler
+        for request in reversed(sampled.running[kept:]):
+            scheduler._preempt_request(request, time.monotonic())
+            sampled.waiting.insert(0, scheduler.waiting.pop_request())
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        del sampled.running[kept:]
 
     def _free(self, wanted: int) -> None:
         """Gives up parked KV where so many more blocks, and what runs beside, may need more than are free."""
