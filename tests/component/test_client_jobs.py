@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -259,19 +260,31 @@ def test_a_bad_export_leaves_nothing(
 def test_ctrl_c_ends_a_waiting_program_and_its_job(controller: FakeController) -> None:
     controller.holding = True
     program = f"""
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 import plexrl
 with plexrl.connect({controller.endpoint!r}, {controller.token!r}) as cluster, cluster.job("one") as job:
     job.model("policy", base=plexrl.Catalogue("tiny")).optim_step(lr=0.1)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-    controller.wait_for(lambda: len(controller.calls) == 1)
-    process.send_signal(signal.SIGINT)
     try:
-        _, stderr = process.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        # Python drops an interrupt that strikes within a destructor: people press again.
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
+        controller.wait_for(lambda: len(controller.calls) == 1)
+        for _ in range(3):
+            # Python drops an interrupt that strikes within a destructor: people press again.
+            process.send_signal(signal.SIGINT)
+            try:
+                _, stderr = process.communicate(timeout=10)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            process.kill()
+            pytest.fail(f"it goes on, with these threads:\n{process.communicate()[1]}")
+    finally:
+        process.kill()
+        process.wait()
     assert "KeyboardInterrupt" in stderr
     assert controller.finished == ["job-1"]
 

@@ -121,7 +121,7 @@ async def test_a_swap_that_wants_the_image_has_it_and_the_snapshot_is_of_before(
     monkeypatch.setattr(image_writer, "PIECE_BYTES", 4096)
     moved: list[int] = []
     locks: list[WantedLock] = []
-    armed = threading.Event()
+    armed, begun = threading.Event(), threading.Event()
     move_to, step, acquire = image_writer.ImageWriter.move_to, image_writer.ImageWriter.step, WantedLock.acquire
 
     def noted(self: image_writer.ImageWriter, fd: int) -> None:
@@ -129,7 +129,9 @@ async def test_a_swap_that_wants_the_image_has_it_and_the_snapshot_is_of_before(
         move_to(self, fd)
 
     def step_once_wanted(self: image_writer.ImageWriter) -> None:
-        limit_s = time.monotonic() + 30
+        limit_s = time.monotonic() + 20
+        if armed.is_set():
+            begun.set()
         while armed.is_set() and not any(lock.wanted for lock in locks) and time.monotonic() < limit_s:
             time.sleep(0.005)
         armed.clear()
@@ -149,6 +151,8 @@ async def test_a_swap_that_wants_the_image_has_it_and_the_snapshot_is_of_before(
         await snapshot(worker, slot(1))
         armed.set()
         order_id = await worker.orders.send(snapshot=w.SnapshotOrder(model_id="m", snapshot_id=slot(0)))
+        # It has the image; only then comes what changes the state, so that the swap needs the image too.
+        assert await asyncio.to_thread(begun.wait, 20)
         await worker.orders.ok(run_call=call("m", optim_step(), sequence + 1))
         await worker.orders.ok(swap_weights=swap("other", "m"))
         written = (await worker.orders.finished(order_id)).finished.snapshot
