@@ -2,6 +2,7 @@
 
 from plexrl.v1 import registry_pb2, worker_pb2
 from plexrl_controller.dispatch import snapshots
+from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Model
 from plexrl_controller.domain.states import CallState, ModelState
@@ -59,6 +60,34 @@ async def test_a_call_that_is_heard_of_while_its_state_is_restored_does_not_bloc
         states = [leader.core.ledger.calls[CallId(call.call_id)].state for call in (saved, scored)]
         assert states == [CallState.SUCCEEDED] * 2
         assert leader.core.ledger.calls[CallId(scored.call_id)].lost_attempts == 0
+
+
+async def test_checkpoints_that_are_heard_of_while_an_older_copy_is_restored_take_nothing_from_its_log() -> None:
+    """The older copy needs what came after it, although the newer ones have that in them."""
+    async with running_leader() as leader:
+        # No room for more than the newest copy needs.
+        leader.core.recovery_policy = RecoveryPolicy(log_bytes=40)
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.forward_backward(), 1)
+        await leader.work()
+        await leader.submit(model, specs.save("kept"), 2)
+        await leader.submit(model, specs.save("kept-too"), 3)
+        await leader.submit(model, specs.forward_backward(), 4)
+        await leader.settle()
+        reports = leader.worker.run()
+        await hear(leader, *[report for report in reports if not report.HasField("call")])
+        await hear(leader, worker_pb2.Report(deployments=[gone(model)]))
+        assert len(deploys(leader)) == 1
+        leader.worker.models.clear()
+        await hear(leader, *[report for report in reports if report.HasField("call")])
+        await leader.work()
+        assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
+        assert leader.worker.models[model.model_id].state == (1, 4)
+        # Once the state is there, the next copy makes the log short again.
+        await leader.submit(model, specs.save("again"), 5)
+        await leader.work()
+        assert leader.core.ledger.models[model.model_id].log_start > 0
 
 
 async def test_only_the_newest_order_to_restore_a_state_says_that_it_is_there() -> None:

@@ -70,7 +70,12 @@ def cover(batch: Batch, model: Model, limit_bytes: int) -> None:
         return
     log = batch.ledger.log(model.model_id)
     reaches_back = len(points) > 1 and log.bytes_after(points[1].sequence) <= limit_bytes
-    shorten_log(batch, model, points[1].sequence if reaches_back else points[0].sequence)
+    start = points[1].sequence if reaches_back else points[0].sequence
+    recovery = batch.ledger.recoveries.get(model.model_id)
+    if recovery is not None:
+        # A copy that is heard of meanwhile is newer than the one being restored, which needs all that came after it.
+        start = min(start, recovery.point.sequence)
+    shorten_log(batch, model, start)
 
 
 def shorten_log(batch: Batch, model: Model, start: int) -> None:
