@@ -262,6 +262,8 @@ def test_ctrl_c_ends_a_waiting_program_and_its_job(controller: FakeController) -
     program = f"""
 import faulthandler, signal
 faulthandler.register(signal.SIGUSR1, all_threads=True)
+# It may be ignored where these tests run in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import plexrl
 with plexrl.connect({controller.endpoint!r}, {controller.token!r}) as cluster, cluster.job("one") as job:
     job.model("policy", base=plexrl.Catalogue("tiny")).optim_step(lr=0.1)

@@ -52,6 +52,7 @@ class TestLora(EngineConformance):
     test_what_is_forgotten_or_of_older_weights_begins_anew = None  # type: ignore[assignment]
     test_all_give_way_and_all_go_on_together_or_alone = None  # type: ignore[assignment]
     test_one_gives_way_while_the_others_go_on = None  # type: ignore[assignment]
+    test_those_that_gave_way_one_after_the_other_go_on_together = None  # type: ignore[assignment]
 
     def test_asked_to_give_way_it_goes_on_to_its_end(self, model: Model) -> None:
         prompts = random_batch(62)
