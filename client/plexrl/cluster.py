@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from plexrl import errors
+from plexrl import durations, errors
 from plexrl.connection import Connection, Retry, resolve_target
 from plexrl.job import Job
 from plexrl.v1 import job_pb2 as j
@@ -105,7 +105,7 @@ class Cluster:
             weight=weight,
             slowdown_target=slowdown_target,
         )
-        request.lease.FromNanoseconds(int(lease_s * 1e9))
+        durations.put(request.lease, lease_s, "lease_s")
         job = self.connection.unary(self.connection.jobs.CreateJob, request)
         return Job(self.connection, job, self._capabilities.max_message_bytes)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from plexrl import errors
+from plexrl import durations, errors
 from plexrl.connection import Connection
 from plexrl.v1 import job_pb2 as j
 
@@ -35,7 +35,8 @@ class Lease:
         self._thread.start()
 
     def idle(self, seconds: float) -> None:
-        """Sends the hint with a heartbeat at once; returns before it has arrived."""
+        """Sends the hint with a heartbeat at once; returns before it has arrived. Raises InvalidArgument."""
+        durations.checked(seconds, "seconds")
         with self._wake:
             self._idle_until = time.monotonic() + seconds
             self._wake.notify_all()
@@ -73,7 +74,7 @@ class Lease:
     def _beat(self, idle_until: float | None) -> None:
         request = j.HeartbeatJobRequest(job_id=self._job_id)
         if idle_until is not None:
-            request.idle_hint.FromNanoseconds(max(0, int((idle_until - time.monotonic()) * 1e9)))
+            durations.put(request.idle_hint, max(0.0, idle_until - time.monotonic()), "idle_hint")
         self._connection.unary(
             self._connection.jobs.HeartbeatJob, request, timeout_s=max(1.0, self._interval_s), retry_for_s=0.0
         )

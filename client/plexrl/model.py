@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, cast
 
-from plexrl import errors, results
+from plexrl import durations, errors, results
 from plexrl.batch import Tokens, TrainingBatch
 from plexrl.call_stream import CallStream
 from plexrl.connection import Connection
@@ -293,7 +293,7 @@ class Model:
         if tags:
             request.tags.update(tags)
         if timeout_s is not None:
-            request.timeout.FromNanoseconds(int(timeout_s * 1e9))
+            durations.put(request.timeout, timeout_s, "timeout_s")
         return request
 
     def session(
@@ -309,16 +309,16 @@ class Model:
         max_concurrent: most that are with the engine at a time, 1 to 64. grace_s: how long those that run have to end
         when another job is to have the device, default 5; then they are parked, and go on later. idle_limit_s: the
         session expires when nothing is asked of it for so long, default an hour; where the model has 8 already, opening
-        one ends the one that was unused longest. on_revoked: called, in a thread of this client's, when what runs is to
-        make way for another job.
+        one ends the one that was unused longest. on_revoked: called when what runs is to make way for another job, in
+        the thread that brings results: it must not wait for any.
         """
         request = s.OpenSessionRequest(
             request_id=uuid.uuid4().hex, model_id=self.model_id, max_concurrent=max_concurrent
         )
         if grace_s is not None:
-            request.grace.FromNanoseconds(int(grace_s * 1e9))
+            durations.put(request.grace, grace_s, "grace_s")
         if idle_limit_s is not None:
-            request.idle_limit.FromNanoseconds(int(idle_limit_s * 1e9))
+            durations.put(request.idle_limit, idle_limit_s, "idle_limit_s")
         if max_concurrent < 1:
             raise errors.InvalidArgument(f"max_concurrent: {max_concurrent}, want at least 1")
         message = self._connection.unary(self._connection.sessions.OpenSession, request)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from plexrl import errors
+from plexrl import durations, errors
 from plexrl.batch import Tokens
 from plexrl.call_stream import CallStream
 from plexrl.connection import Connection
@@ -87,7 +87,7 @@ class Session:
     ) -> CallFuture[Completions]:
         """As `model.generate`, together with the session's other calls: each joins at a step and ends by itself.
 
-        The tokens are those of the call alone; log-probabilities are to 1e-5 in float32. Raises SessionEnded.
+        In float32 the tokens are those of the call alone and log-probabilities the same to 1e-5. Raises SessionEnded.
         """
         future = self._model.generate.submit(
             prompts,
@@ -128,7 +128,7 @@ class Session:
     def idle(self, seconds: float) -> None:
         """Says that nothing will be asked in this session for so long: others may have the device. Returns at once."""
         request = s.YieldSessionRequest(session_id=self.session_id)
-        request.idle.FromNanoseconds(max(0, int(seconds * 1e9)))
+        durations.put(request.idle, seconds, "seconds")
 
         def send() -> None:
             try:
@@ -146,13 +146,14 @@ class Session:
         When all calls of the session are done and every conversation that is left sleeps so, the device may go to
         others until the first of them wakes.
         """
+        durations.checked(seconds, "seconds")
         token = object()
         with self._lock:
             self._wakes_at[token] = time.monotonic() + seconds
             first = min(self._wakes_at.values())
             asleep = all(future.done() for future in self._calls)
         if asleep:
-            self.idle(first - time.monotonic())
+            self.idle(max(0.0, first - time.monotonic()))
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,30 @@ def test_idle_sends_a_hint_at_once(controller: FakeController, cluster: Cluster)
         job.idle(90)
         controller.wait_for(lambda: len(controller.heartbeats) == 1)
     assert 80 < controller.heartbeats[0].idle_hint.ToSeconds() <= 90
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
+def test_seconds_that_are_none_are_refused_at_once_and_the_job_lives(
+    controller: FakeController, cluster: Cluster, seconds: float
+) -> None:
+    """Some are sent by the thread that renews the lease: one that it cannot write must not end it."""
+    with pytest.raises(plexrl.InvalidArgument, match="lease_s"):
+        cluster.job("none", lease_s=seconds)
+    with cluster.job("one", lease_s=0.06) as job:
+        model = job.model("policy", base=BASE)
+        asked: dict[str, Callable[[], object]] = {
+            "seconds": lambda: job.idle(seconds),
+            "timeout_s": lambda: model.generate.submit([[1]], max_tokens=1, timeout_s=seconds),
+            "grace_s": lambda: model.session(grace_s=seconds),
+            "idle_limit_s": lambda: model.session(idle_limit_s=seconds),
+        }
+        for name, ask in asked.items():
+            with pytest.raises(plexrl.InvalidArgument, match=f"{name}: .* seconds, want a number from 0"):
+                ask()
+        with model.session() as session, pytest.raises(plexrl.InvalidArgument, match="seconds"):
+            session.idle(seconds)
+        heard = len(controller.heartbeats)
+        controller.wait_for(lambda: len(controller.heartbeats) >= heard + 2)
 
 
 def test_a_lost_lease_ends_what_waits(controller: FakeController, cluster: Cluster) -> None:
