@@ -1,6 +1,7 @@
 """Clusters for tests of the simulated Kubernetes API: objects to put in, and `kubectl` to look at them with."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,10 @@ def job(name: str = "sum", annotations: dict[str, str] | None = None, **spec: An
     }
 
 
+# What kubectl logs of its own working, such as that it hung up on a watch that it no longer needs, is no answer.
+LOGGED = re.compile(r"^[IWE]\d{4} \d\d:\d\d:.*\n", re.MULTILINE)
+
+
 class Kubectl:
     """The real kubectl against a server, in a home of its own."""
 
@@ -52,19 +57,19 @@ class Kubectl:
         self._home = home
 
     def __call__(self, *arguments: str, status: int = 0, stdin: str | None = None, timeout_s: float = 30) -> str:
-        """What it printed, errors included. Fails when it ends with another exit status."""
+        """What it answered, errors included. Fails when it ends with another exit status."""
         done = subprocess.run(
             [KUBECTL, "--server", self._url, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
             input=stdin,
             env={"HOME": str(self._home), "PATH": os.environ["PATH"]},
             timeout=timeout_s,
             check=False,
         )
-        assert done.returncode == status, f"kubectl {' '.join(arguments)}: {done.returncode}\n{done.stdout}"
-        return done.stdout
+        printed = done.stdout + done.stderr
+        assert done.returncode == status, f"kubectl {' '.join(arguments)}: {done.returncode}\n{printed}"
+        return done.stdout + LOGGED.sub("", done.stderr)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """A command that goes on, such as a watch."""
