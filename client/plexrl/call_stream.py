@@ -30,6 +30,7 @@ log = logging.getLogger("plexrl")
 
 MAX_FRAME_MESSAGES = 256
 MAX_FRAME_ACKS = 1024
+MAX_HELLO_SESSIONS = 1024
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 REMEMBERED_ACKS = 4096
 
@@ -274,7 +275,10 @@ class CallStream:
                 size_bytes = 0
                 if self._hello_due:
                     self._hello_due = False
-                    frame.messages.add().hello.job_id = self._job_id
+                    hello = frame.messages.add().hello
+                    hello.job_id = self._job_id
+                    # What ended while there was no stream is told only to who asks.
+                    hello.session_ids.extend(list(self._session_listeners)[-MAX_HELLO_SESSIONS:])
                 elif self._acks:
                     # First, so that what is done with makes room for what comes.
                     taken, self._acks = self._acks[:MAX_FRAME_ACKS], self._acks[MAX_FRAME_ACKS:]

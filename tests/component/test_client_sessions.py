@@ -88,6 +88,19 @@ def test_to_wait_for_a_worker_that_is_away_is_no_revocation(controller: FakeCont
     assert (session.state, session.revoked, told) == ("WAITING", False, [])
 
 
+def test_an_end_that_came_while_there_was_no_stream_is_heard(controller: FakeController, model: Model) -> None:
+    session, other = model.session(), model.session()
+    session.generate([[1]], max_tokens=1)
+    controller.sessions.grant(session.session_id, session_pb2.SESSION_GRANT_REVOKED)
+    session.generate([[1]], max_tokens=1)
+    assert session.revoked
+    controller.sessions.expire(session.session_id)
+    controller.cut_streams()
+    # Told on the stream that opens then, ahead of what is submitted there.
+    model.generate([[1]], max_tokens=1)
+    assert (session.state, session.revoked, other.state) == ("EXPIRED", False, "WAITING")
+
+
 def test_the_device_may_go_when_the_last_conversation_sleeps(controller: FakeController, model: Model) -> None:
     controller.holding = True
     session = model.session()

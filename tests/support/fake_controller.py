@@ -8,7 +8,7 @@ import hashlib
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -244,10 +244,12 @@ class FakeController:
                 watcher.put(call_pb2.ServerMessage(session=session))
             self.changed.notify_all()
 
-    def watch(self, job_id: str) -> "queue.SimpleQueue[call_pb2.ServerMessage | None]":
+    def watch(self, job_id: str, session_ids: Iterable[str]) -> "queue.SimpleQueue[call_pb2.ServerMessage | None]":
         with self.changed:
             watcher: queue.SimpleQueue[call_pb2.ServerMessage | None] = queue.SimpleQueue()
             self._watchers[job_id].append(watcher)
+            for session in self.sessions.ended(session_ids):
+                watcher.put(call_pb2.ServerMessage(session=session))
             for call in self.calls.values():
                 if call.job_id == job_id and call.state in TERMINAL and call.call_id not in self.acknowledged:
                     watcher.put(call_pb2.ServerMessage(updated=_copy(call)))
@@ -449,7 +451,7 @@ class _Calls(call_pb2_grpc.CallServiceServicer):
         job_id = first.messages[0].hello.job_id
         if self._c.jobs[job_id].state != job_pb2.JOB_STATE_ACTIVE:
             _abort(context, status(code_pb2.FAILED_PRECONDITION, "JOB_NOT_ACTIVE", "the job has ended"))
-        watcher = self._c.watch(job_id)
+        watcher = self._c.watch(job_id, first.messages[0].hello.session_ids)
         context.add_callback(lambda: watcher.put(None))
 
         def read() -> None:

@@ -1,7 +1,7 @@
 """Sessions of the controller in memory: opened, told of, yielded and closed on request; it grants nothing by itself."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 
@@ -20,6 +20,16 @@ class FakeSessions(session_pb2_grpc.SessionServiceServicer):
     def grant(self, session_id: str, grant: "session_pb2.SessionGrant.ValueType") -> None:
         self.opened[session_id].grant = grant
         self._tell(self.opened[session_id])
+
+    def expire(self, session_id: str) -> None:
+        """Ends a session, which is told to nobody."""
+        session = self.opened[session_id]
+        session.state, session.grant = session_pb2.SESSION_STATE_EXPIRED, session_pb2.SESSION_GRANT_UNSPECIFIED
+
+    def ended(self, session_ids: Iterable[str]) -> list[session_pb2.Session]:
+        """Those of them that have ended."""
+        sessions = [self.opened[session_id] for session_id in session_ids]
+        return [session for session in sessions if session.state != session_pb2.SESSION_STATE_OPEN]
 
     def OpenSession(
         self, request: session_pb2.OpenSessionRequest, context: grpc.ServicerContext

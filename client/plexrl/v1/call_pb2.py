@@ -29,7 +29,7 @@ from plexrl.v1 import session_pb2 as plexrl_dot_v1_dot_session__pb2
 from plexrl.v1 import types_pb2 as plexrl_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14plexrl/v1/call.proto\x12\tplexrl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x17plexrl/v1/session.proto\x1a\x15plexrl/v1/types.proto\"\xa1\x02\n\x11SubmitCallRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12!\n\x04spec\x18\x05 \x01(\x0b\x32\x13.plexrl.v1.CallSpec\x12\x34\n\x04tags\x18\x06 \x03(\x0b\x32&.plexrl.v1.SubmitCallRequest.TagsEntry\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\x08 \x01(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa7\x04\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12!\n\x04kind\x18\x05 \x01(\x0e\x32\x13.plexrl.v1.CallKind\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x05state\x18\x07 \x01(\x0e\x32\x14.plexrl.v1.CallState\x12%\n\x06reason\x18\x08 \x01(\x0e\x32\x15.plexrl.v1.CallReason\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x06result\x18\n \x01(\x0b\x32\x15.plexrl.v1.CallResult\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x17\n\x0fweights_version\x18\x0c \x01(\x04\x12\x11\n\tworker_id\x18\r \x01(\t\x12\x15\n\rprogress_done\x18\x0e \x01(\x04\x12\x16\n\x0eprogress_total\x18\x0f \x01(\x04\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsession_id\x18\x13 \x01(\t\"\x1e\n\x0c\x43onnectHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\x9f\x01\n\rClientMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.plexrl.v1.ConnectHelloH\x00\x12.\n\x06submit\x18\x02 \x01(\x0b\x32\x1c.plexrl.v1.SubmitCallRequestH\x00\x12)\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x1a.plexrl.v1.AckCallsRequestH\x00\x42\t\n\x07message\"<\n\x0e\x43onnectRequest\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.plexrl.v1.ClientMessage\"G\n\x0eSubmitRejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xb9\x01\n\rServerMessage\x12#\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x0f.plexrl.v1.CallH\x00\x12-\n\x08rejected\x18\x02 \x01(\x0b\x32\x19.plexrl.v1.SubmitRejectedH\x00\x12\"\n\x07updated\x18\x03 \x01(\x0b\x32\x0f.plexrl.v1.CallH\x00\x12%\n\x07session\x18\x04 \x01(\x0b\x32\x12.plexrl.v1.SessionH\x00\x42\t\n\x07message\"=\n\x0f\x43onnectResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.plexrl.v1.ServerMessage\"!\n\x0eGetCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"D\n\x10WatchCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"8\n\x11\x43\x61ncelCallRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\"3\n\x0f\x41\x63kCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_ids\x18\x02 \x03(\t\"\x12\n\x10\x41\x63kCallsResponse\"\\\n\x10ListCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x11\n\tlive_only\x18\x04 \x01(\x08\"L\n\x11ListCallsResponse\x12\x1e\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x0f.plexrl.v1.Call\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x12\x45xplainCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"d\n\x13\x45xplainCallResponse\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x0f.plexrl.v1.Call\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\x12\x19\n\x11\x62locking_call_ids\x18\x03 \x03(\t2\xac\x04\n\x0b\x43\x61llService\x12=\n\nSubmitCall\x12\x1c.plexrl.v1.SubmitCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12\x46\n\x07\x43onnect\x12\x19.plexrl.v1.ConnectRequest\x1a\x1a.plexrl.v1.ConnectResponse\"\x00(\x01\x30\x01\x12\x37\n\x07GetCall\x12\x19.plexrl.v1.GetCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12=\n\tWatchCall\x12\x1b.plexrl.v1.WatchCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x30\x01\x12=\n\nCancelCall\x12\x1c.plexrl.v1.CancelCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12\x45\n\x08\x41\x63kCalls\x12\x1a.plexrl.v1.AckCallsRequest\x1a\x1b.plexrl.v1.AckCallsResponse\"\x00\x12H\n\tListCalls\x12\x1b.plexrl.v1.ListCallsRequest\x1a\x1c.plexrl.v1.ListCallsResponse\"\x00\x12N\n\x0b\x45xplainCall\x12\x1d.plexrl.v1.ExplainCallRequest\x1a\x1e.plexrl.v1.ExplainCallResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14plexrl/v1/call.proto\x12\tplexrl.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x17plexrl/v1/session.proto\x1a\x15plexrl/v1/types.proto\"\xa1\x02\n\x11SubmitCallRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12!\n\x04spec\x18\x05 \x01(\x0b\x32\x13.plexrl.v1.CallSpec\x12\x34\n\x04tags\x18\x06 \x03(\x0b\x32&.plexrl.v1.SubmitCallRequest.TagsEntry\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\x08 \x01(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa7\x04\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12!\n\x04kind\x18\x05 \x01(\x0e\x32\x13.plexrl.v1.CallKind\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x05state\x18\x07 \x01(\x0e\x32\x14.plexrl.v1.CallState\x12%\n\x06reason\x18\x08 \x01(\x0e\x32\x15.plexrl.v1.CallReason\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x06result\x18\n \x01(\x0b\x32\x15.plexrl.v1.CallResult\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x17\n\x0fweights_version\x18\x0c \x01(\x04\x12\x11\n\tworker_id\x18\r \x01(\t\x12\x15\n\rprogress_done\x18\x0e \x01(\x04\x12\x16\n\x0eprogress_total\x18\x0f \x01(\x04\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsession_id\x18\x13 \x01(\t\"3\n\x0c\x43onnectHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x13\n\x0bsession_ids\x18\x02 \x03(\t\"\x9f\x01\n\rClientMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.plexrl.v1.ConnectHelloH\x00\x12.\n\x06submit\x18\x02 \x01(\x0b\x32\x1c.plexrl.v1.SubmitCallRequestH\x00\x12)\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x1a.plexrl.v1.AckCallsRequestH\x00\x42\t\n\x07message\"<\n\x0e\x43onnectRequest\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.plexrl.v1.ClientMessage\"G\n\x0eSubmitRejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xb9\x01\n\rServerMessage\x12#\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x0f.plexrl.v1.CallH\x00\x12-\n\x08rejected\x18\x02 \x01(\x0b\x32\x19.plexrl.v1.SubmitRejectedH\x00\x12\"\n\x07updated\x18\x03 \x01(\x0b\x32\x0f.plexrl.v1.CallH\x00\x12%\n\x07session\x18\x04 \x01(\x0b\x32\x12.plexrl.v1.SessionH\x00\x42\t\n\x07message\"=\n\x0f\x43onnectResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.plexrl.v1.ServerMessage\"!\n\x0eGetCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"D\n\x10WatchCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"8\n\x11\x43\x61ncelCallRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\"3\n\x0f\x41\x63kCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_ids\x18\x02 \x03(\t\"\x12\n\x10\x41\x63kCallsResponse\"\\\n\x10ListCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x11\n\tlive_only\x18\x04 \x01(\x08\"L\n\x11ListCallsResponse\x12\x1e\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x0f.plexrl.v1.Call\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x12\x45xplainCallRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"d\n\x13\x45xplainCallResponse\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x0f.plexrl.v1.Call\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\x12\x19\n\x11\x62locking_call_ids\x18\x03 \x03(\t2\xac\x04\n\x0b\x43\x61llService\x12=\n\nSubmitCall\x12\x1c.plexrl.v1.SubmitCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12\x46\n\x07\x43onnect\x12\x19.plexrl.v1.ConnectRequest\x1a\x1a.plexrl.v1.ConnectResponse\"\x00(\x01\x30\x01\x12\x37\n\x07GetCall\x12\x19.plexrl.v1.GetCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12=\n\tWatchCall\x12\x1b.plexrl.v1.WatchCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x30\x01\x12=\n\nCancelCall\x12\x1c.plexrl.v1.CancelCallRequest\x1a\x0f.plexrl.v1.Call\"\x00\x12\x45\n\x08\x41\x63kCalls\x12\x1a.plexrl.v1.AckCallsRequest\x1a\x1b.plexrl.v1.AckCallsResponse\"\x00\x12H\n\tListCalls\x12\x1b.plexrl.v1.ListCallsRequest\x1a\x1c.plexrl.v1.ListCallsResponse\"\x00\x12N\n\x0b\x45xplainCall\x12\x1d.plexrl.v1.ExplainCallRequest\x1a\x1e.plexrl.v1.ExplainCallResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,35 +45,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALL']._serialized_start=466
   _globals['_CALL']._serialized_end=1017
   _globals['_CONNECTHELLO']._serialized_start=1019
-  _globals['_CONNECTHELLO']._serialized_end=1049
-  _globals['_CLIENTMESSAGE']._serialized_start=1052
-  _globals['_CLIENTMESSAGE']._serialized_end=1211
-  _globals['_CONNECTREQUEST']._serialized_start=1213
-  _globals['_CONNECTREQUEST']._serialized_end=1273
-  _globals['_SUBMITREJECTED']._serialized_start=1275
-  _globals['_SUBMITREJECTED']._serialized_end=1346
-  _globals['_SERVERMESSAGE']._serialized_start=1349
-  _globals['_SERVERMESSAGE']._serialized_end=1534
-  _globals['_CONNECTRESPONSE']._serialized_start=1536
-  _globals['_CONNECTRESPONSE']._serialized_end=1597
-  _globals['_GETCALLREQUEST']._serialized_start=1599
-  _globals['_GETCALLREQUEST']._serialized_end=1632
-  _globals['_WATCHCALLREQUEST']._serialized_start=1634
-  _globals['_WATCHCALLREQUEST']._serialized_end=1702
-  _globals['_CANCELCALLREQUEST']._serialized_start=1704
-  _globals['_CANCELCALLREQUEST']._serialized_end=1760
-  _globals['_ACKCALLSREQUEST']._serialized_start=1762
-  _globals['_ACKCALLSREQUEST']._serialized_end=1813
-  _globals['_ACKCALLSRESPONSE']._serialized_start=1815
-  _globals['_ACKCALLSRESPONSE']._serialized_end=1833
-  _globals['_LISTCALLSREQUEST']._serialized_start=1835
-  _globals['_LISTCALLSREQUEST']._serialized_end=1927
-  _globals['_LISTCALLSRESPONSE']._serialized_start=1929
-  _globals['_LISTCALLSRESPONSE']._serialized_end=2005
-  _globals['_EXPLAINCALLREQUEST']._serialized_start=2007
-  _globals['_EXPLAINCALLREQUEST']._serialized_end=2044
-  _globals['_EXPLAINCALLRESPONSE']._serialized_start=2046
-  _globals['_EXPLAINCALLRESPONSE']._serialized_end=2146
-  _globals['_CALLSERVICE']._serialized_start=2149
-  _globals['_CALLSERVICE']._serialized_end=2705
+  _globals['_CONNECTHELLO']._serialized_end=1070
+  _globals['_CLIENTMESSAGE']._serialized_start=1073
+  _globals['_CLIENTMESSAGE']._serialized_end=1232
+  _globals['_CONNECTREQUEST']._serialized_start=1234
+  _globals['_CONNECTREQUEST']._serialized_end=1294
+  _globals['_SUBMITREJECTED']._serialized_start=1296
+  _globals['_SUBMITREJECTED']._serialized_end=1367
+  _globals['_SERVERMESSAGE']._serialized_start=1370
+  _globals['_SERVERMESSAGE']._serialized_end=1555
+  _globals['_CONNECTRESPONSE']._serialized_start=1557
+  _globals['_CONNECTRESPONSE']._serialized_end=1618
+  _globals['_GETCALLREQUEST']._serialized_start=1620
+  _globals['_GETCALLREQUEST']._serialized_end=1653
+  _globals['_WATCHCALLREQUEST']._serialized_start=1655
+  _globals['_WATCHCALLREQUEST']._serialized_end=1723
+  _globals['_CANCELCALLREQUEST']._serialized_start=1725
+  _globals['_CANCELCALLREQUEST']._serialized_end=1781
+  _globals['_ACKCALLSREQUEST']._serialized_start=1783
+  _globals['_ACKCALLSREQUEST']._serialized_end=1834
+  _globals['_ACKCALLSRESPONSE']._serialized_start=1836
+  _globals['_ACKCALLSRESPONSE']._serialized_end=1854
+  _globals['_LISTCALLSREQUEST']._serialized_start=1856
+  _globals['_LISTCALLSREQUEST']._serialized_end=1948
+  _globals['_LISTCALLSRESPONSE']._serialized_start=1950
+  _globals['_LISTCALLSRESPONSE']._serialized_end=2026
+  _globals['_EXPLAINCALLREQUEST']._serialized_start=2028
+  _globals['_EXPLAINCALLREQUEST']._serialized_end=2065
+  _globals['_EXPLAINCALLRESPONSE']._serialized_start=2067
+  _globals['_EXPLAINCALLRESPONSE']._serialized_end=2167
+  _globals['_CALLSERVICE']._serialized_start=2170
+  _globals['_CALLSERVICE']._serialized_end=2726
 # @@protoc_insertion_point(module_scope)

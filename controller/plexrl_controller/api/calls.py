@@ -48,7 +48,7 @@ class CallService(call_pb2_grpc.CallServiceServicer):
                 f"job {job.name} is {job.state.name}. {job.message}".strip(), reason="JOB_NOT_ACTIVE"
             )
         stream = JobStream(self._core, job, self)
-        async for response in stream.run(list(first.messages)[1:], request_iterator):
+        async for response in stream.run(list(first.messages), request_iterator):
             yield response
 
     async def GetCall(self, request: call_pb2.GetCallRequest, context: Any) -> call_pb2.Call:

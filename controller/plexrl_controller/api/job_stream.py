@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from plexrl.v1 import call_pb2, session_pb2
 from plexrl_controller.api import messages
 from plexrl_controller.api.status import normalize, status_of
-from plexrl_controller.dispatch import limits, submit
+from plexrl_controller.dispatch import limits, sessions, submit
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.hub import Subscription
-from plexrl_controller.domain.errors import ControllerError, InvalidArgument
-from plexrl_controller.domain.ids import CallId, ModelId
+from plexrl_controller.domain.errors import ControllerError, InvalidArgument, NotFound
+from plexrl_controller.domain.ids import CallId, ModelId, SessionId
 from plexrl_controller.domain.records import Call, Job
 from plexrl_controller.domain.states import CallKind
 from plexrl_controller.lifecycle import calls as call_lifecycle
@@ -61,7 +61,7 @@ class JobStream:
     async def run(
         self, first: Sequence[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]
     ) -> AsyncIterator[call_pb2.ConnectResponse]:
-        """Yields frames until the client closes its side or the rpc ends."""
+        """Yields frames until the client closes its side or the rpc ends. The first message is its hello."""
         core, job_id = self._core, self._job.job_id
         for call_id in core.ledger.calls_of_job.get(job_id, ()):
             self._subscription.note(call_id)
@@ -119,7 +119,8 @@ class JobStream:
         self, first: Sequence[call_pb2.ClientMessage], frames: AsyncIterator[call_pb2.ConnectRequest]
     ) -> None:
         try:
-            await self._take(first)
+            await self._note_ended(first[0].hello.session_ids)
+            await self._take(first[1:])
             async for frame in frames:
                 if len(frame.messages) > limits.MAX_FRAME_MESSAGES:
                     raise InvalidArgument(
@@ -129,6 +130,17 @@ class JobStream:
         finally:
             self._ended = True
             self._notice()
+
+    async def _note_ended(self, session_ids: Sequence[str]) -> None:
+        """Those of the sessions that have ended are told of: their end may have come while there was no stream."""
+        if len(session_ids) > limits.MAX_HELLO_SESSIONS:
+            raise InvalidArgument(f"session_ids: {len(session_ids)}, the limit is {limits.MAX_HELLO_SESSIONS}")
+        for session_id in session_ids:
+            if session_id not in self._core.ledger.sessions:
+                with suppress(NotFound):
+                    session = await sessions.find(self._core, SessionId(session_id))
+                    if session.job_id == self._job.job_id:
+                        self._subscription.note_session(session)
 
     async def _take(self, frame: Sequence[call_pb2.ClientMessage]) -> None:
         await self._core.writer.has_room()

@@ -6,6 +6,8 @@ MAX_SEQUENCE_AHEAD = 1024
 """How far a sequence number may run ahead of the next one due."""
 MAX_SESSIONS_PER_MODEL = 8
 """Open ones."""
+MAX_HELLO_SESSIONS = 1024
+"""That a client asks after when it opens its stream."""
 SESSION_IN_USE_S = 60.0
 """One of which something was asked within so long is not ended to make room for another."""
 MAX_CONCURRENT = 64
