@@ -33,6 +33,8 @@ TIMEOUT_S = {
 }
 TESTS = Path(__file__).parent
 
+pytest.register_assert_rewrite("tests.support.fault_checks")
+
 settings.register_profile("plexrl", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("plexrl")
 

@@ -15,16 +15,22 @@ import plexrl
 
 WAIT_S = 600.0
 LEASE_S = 600.0
-COMPLETION_S = 0.15
-LONG, ENDLESS = 3, 200
+LONG, ENDLESS = 8, 200
 """Completions of the call that gives way, and of the one that is cancelled."""
+COMPLETION_S, LATE_COMPLETION_S = 0.05, 0.15
+"""Of the first `LONG` completions, and of those that only the endless call has."""
 JOB = "guest"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 24,
     "max_position_embeddings": 64,
     "plexrl_fake": [
-        {"function": f"completion-{number}", "fault": "slow", "delay_s": COMPLETION_S} for number in range(ENDLESS)
+        {
+            "function": f"completion-{number}",
+            "fault": "slow",
+            "delay_s": COMPLETION_S if number < LONG else LATE_COMPLETION_S,
+        }
+        for number in range(ENDLESS)
     ],
 }
 

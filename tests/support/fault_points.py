@@ -40,8 +40,16 @@ POINTS = {
     "recovery begun": ("events", "machine = 'model' AND event = 'RECOVER'"),
     "model restored": ("events", "machine = 'model' AND event = 'DEPLOYED' AND source = 'RECOVERING'"),
     "worker registered": ("events", "machine = 'worker' AND event = 'REGISTER'"),
+    "session opened": ("events", "machine = 'session' AND event = 'CREATE'"),
+    "session granted": ("calls", "session_id IS NOT NULL AND state = 'DISPATCHED'"),
+    "session parked": ("calls", "session_id IS NOT NULL AND state = 'YIELDED'"),
+    "session goes on": ("calls", "session_id IS NOT NULL AND state = 'RUNNING' AND OLD.state = 'YIELDED'"),
+    "session closed": ("events", "machine = 'session' AND event = 'CLOSE'"),
+    "session expired": ("events", "machine = 'session' AND event = 'EXPIRE'"),
 }
-"""Where each point is written: a table, and what its new row says."""
+"""Where each point is written: a table, and what its new row says. Whether a session's calls may run is never written:
+that it was granted, revoked and granted again shows in its calls, which are given, parked and go on.
+"""
 
 PROVOKED_BY = {"recovery begun": "engine", "model restored": "worker-0", "worker registered": "worker-0"}
 """Points that are reached only once another part was killed: the kill that counts is then the second."""
@@ -159,7 +167,7 @@ class FaultDatabase:
             await self.connection.execute("DELETE FROM fault_point")
 
 
-_COLUMNS = ("machine", "event", "source", "kind", "acknowledged", "committed")
+_COLUMNS = ("machine", "event", "source", "kind", "acknowledged", "committed", "session_id", "state")
 
 
 def _name(point: str) -> str:

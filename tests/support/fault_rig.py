@@ -1,4 +1,4 @@
-"""A cluster of real processes under two clients, which is struck at named points of its commits.
+"""A cluster of real processes under three clients, which is struck at named points of its commits.
 
 Knows no test: which part is killed where, and how often, is the caller's business.
 """
@@ -28,8 +28,8 @@ RECOVERY_LIMIT_S = 240.0
 PAUSE_S = 0.1
 """Between two steps of the disturbed run: what is repeated undisturbed must not be long."""
 GUEST_PAUSE_S = 0.5
-STEPS = 1_000_000
-JOB = "matrix"
+STEPS = ROUNDS = 1_000_000
+JOB, ROLLOUTS_JOB = "matrix", "rollouts"
 ROOT = Path(__file__).parents[2]
 
 
@@ -76,6 +76,21 @@ class History:
         return self._heard
 
 
+@dataclass(frozen=True)
+class Heard:
+    """How much the clients heard: lines of their histories."""
+
+    steps: int
+    visits: int
+    rounds: int
+
+    def __add__(self, more: "Heard") -> "Heard":
+        return Heard(self.steps + more.steps, self.visits + more.visits, self.rounds + more.rounds)
+
+    def __ge__(self, other: "Heard") -> bool:
+        return self.steps >= other.steps and self.visits >= other.visits and self.rounds >= other.rounds
+
+
 @dataclass
 class Rig:
     """A cluster, its database with points, and the client processes under it."""
@@ -84,15 +99,20 @@ class Rig:
     database: FaultDatabase
     folder: Path
     clients: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    lives: int = 0
+    """How often the clients were started."""
 
     def __post_init__(self) -> None:
         self.trained = History(self.folder / "history.jsonl")
         self.visits = History(self.folder / "guest.jsonl")
+        self.rounds = History(self.folder / "rollouts.jsonl")
 
     def start_clients(self) -> None:
-        """Both, each where it was."""
+        """All three, each where it was."""
+        self.lives += 1
         self._start("fault_client", JOB, self.trained.file, STEPS, PAUSE_S)
         self._start("fault_guest", self.visits.file, GUEST_PAUSE_S)
+        self._start("fault_rollouts", ROLLOUTS_JOB, self.rounds.file, ROUNDS, PAUSE_S)
 
     def _start(self, module: str, *arguments: object) -> None:
         address = (self.local.endpoint, str(self.local.folder.token_file))
@@ -112,17 +132,19 @@ class Rig:
         for client in clients:
             client.wait()
 
-    async def progress(self, steps: int, visits: int, limit_s: float = RECOVERY_LIMIT_S) -> None:
+    async def progress(self, more: Heard, limit_s: float = RECOVERY_LIMIT_S) -> None:
         """Waits until the clients heard of so much more. Raises when one ended, or hangs."""
-        steps += len(self.trained.lines())
-        visits += len(self.visits.lines())
+        wanted = self.heard() + more
         deadline = time.monotonic() + limit_s
-        while len(self.trained.lines()) < steps or len(self.visits.lines()) < visits:
+        while not self.heard() >= wanted:
             ended = [client for client in self.clients if client.poll() is not None]
             assert not ended, "\n".join(log.read_text()[-2000:] for log in self.folder.glob("fault_*.log"))
-            here = f"{len(self.trained.lines())} of {steps} steps and {len(self.visits.lines())} of {visits} visits"
-            assert time.monotonic() < deadline, f"{here} within {limit_s:.0f} s"
+            assert time.monotonic() < deadline, f"{self.heard()} of {wanted} within {limit_s:.0f} s"
             await asyncio.sleep(0.02)
+
+    def heard(self) -> Heard:
+        """What the clients heard so far."""
+        return Heard(len(self.trained.lines()), len(self.visits.lines()), len(self.rounds.lines()))
 
     async def kill(self, kill: Kill) -> float:
         """Kills at the point, and waits until the clients go on. Returns the seconds that this took."""
@@ -136,21 +158,20 @@ class Rig:
                     await commit.undo()
         if kill.part == "client":
             self.start_clients()
-        await self.progress(steps=4, visits=1)
+        await self.progress(Heard(steps=4, visits=1, rounds=1))
         return time.monotonic() - began
 
     def _provoking(self, point: str) -> Callable[[], None]:
-        """Kills the part that brings the point about; where that was of no consequence, again once both clients went
+        """Kills the part that brings the point about; where that was of no consequence, again once all clients went
         on: a call that is killed time and again ends.
         """
-        part, wanted = PROVOKED_BY.get(point), (0, 0)
+        part, wanted = PROVOKED_BY.get(point), Heard(0, 0, 0)
 
         def provoke() -> None:
             nonlocal wanted
-            here = len(self.trained.lines()), len(self.visits.lines())
-            if part is not None and here[0] >= wanted[0] and here[1] >= wanted[1]:
+            if part is not None and (here := self.heard()) >= wanted:
                 self._strike(part)
-                wanted = here[0] + 2, here[1] + 1
+                wanted = here + Heard(steps=2, visits=1, rounds=1)
 
         return provoke
 
@@ -172,7 +193,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(folder: Path) -> AsyncIterator[Rig]:
-    """A fresh cluster, with both clients at work."""
+    """A fresh cluster, with all clients at work."""
     settings = ClusterSettings(
         data_dir=folder / "plexrl",
         engine="fake",
@@ -192,7 +213,7 @@ async def rig(folder: Path) -> AsyncIterator[Rig]:
         made = Rig(local, database, folder)
         made.start_clients()
         try:
-            await made.progress(steps=2, visits=1)
+            await made.progress(Heard(steps=2, visits=1, rounds=1))
             yield made
         finally:
             made.stop_clients()
