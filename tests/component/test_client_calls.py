@@ -16,7 +16,8 @@ from plexrl.model import Model
 from plexrl.v1 import call_pb2
 from plexrl.v1 import types_pb2 as t
 from tests.support.client import cluster_fixture, controller_fixture  # noqa: F401
-from tests.support.fake_controller import FakeController, echo, status
+from tests.support.fake_calls import echo, status
+from tests.support.fake_controller import FakeController
 
 
 @pytest.fixture

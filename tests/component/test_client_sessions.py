@@ -13,7 +13,8 @@ from plexrl.job import Job
 from plexrl.model import Model
 from plexrl.v1 import session_pb2
 from tests.support.client import cluster_fixture, controller_fixture  # noqa: F401
-from tests.support.fake_controller import FakeController, status
+from tests.support.fake_calls import status
+from tests.support.fake_controller import FakeController
 
 
 @pytest.fixture
