@@ -23,8 +23,11 @@ from tests.support.fault_rig import PARTS, Kill, cells, rig, summary, table
 CELLS_PER_CLUSTER = 15
 """Then it is checked, and a fresh one goes on: a promise that was broken is known to be so within so many kills."""
 
+POINTS_WANTED = os.environ.get("PLEXRL_FAULT_POINTS", "")
+"""What the names of the points to be run begin with."""
+
 CELLS = slice(*(int(end) if end else None for end in os.environ.get("PLEXRL_FAULT_CELLS", ":").split(":")))
-"""Of the whole matrix, in its shuffled order: all, or those that are to be run once more."""
+"""Of their cells, in the shuffled order: all, or those that are to be run once more."""
 
 SAMPLE = (
     Kill("call dispatched", "controller", Moment.UNDONE),
@@ -97,6 +100,6 @@ async def test_a_kill_at_a_named_point_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 async def test_a_kill_of_any_part_at_any_point_loses_nothing(tmp_path: Path) -> None:
     """G01, G03, G14, G20, G21: the whole matrix."""
-    kills = cells()
+    kills = [kill for kill in cells() if kill.point.startswith(POINTS_WANTED)]
     random.Random(0).shuffle(kills)
     await run_matrix(tmp_path, kills[CELLS])

@@ -13,9 +13,7 @@ import pytest
 from plexrl_worker.engine import losses, port
 from plexrl_worker.engine.errors import (
     Aborted,
-    CheckpointCorrupt,
     DeviceNotHeld,
-    EngineError,
     InvalidArgument,
     NonFinite,
     NotResident,
@@ -25,6 +23,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+from tests.support.engine_checkpoints import CheckpointConformance
 from tests.support.engine_concurrency import ConcurrencyConformance
 from tests.support.engine_preloads import PreloadConformance
 from tests.support.engine_subjects import (
@@ -46,7 +45,7 @@ from tests.support.engine_subjects import (
 from tests.support.engine_yields import YieldConformance
 
 
-class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConformance):
+class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConformance, CheckpointConformance):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 
     @pytest.fixture
@@ -480,75 +479,6 @@ class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConform
         model.swap_in()
         np.testing.assert_array_equal(model.score(tokens), scores)
         assert model.generate(tokens).token_ids.tolist() == generation.token_ids.tolist()
-
-    # Checkpoints.
-
-    def test_a_loaded_checkpoint_goes_on_bit_for_bit(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
-        model = make_model(41)
-        train_a_little(model)
-        model.save(tmp_path / "saved")
-        model.step()
-        model.sync()
-        expected = hashes(model.save(tmp_path / "went-on"))
-        model.swap_out()
-        other = make_model(None)
-        state = other.engine.load(other.name, str(tmp_path / "saved"), None, Patient())
-        assert (state.optimizer_step, state.rollout_version) == (2, 1)
-        other.version = 1
-        other.step()
-        other.sync()
-        assert hashes(other.save(tmp_path / "loaded")) == expected
-
-    def test_rollout_weights_behind_the_training_weights_are_kept(self, model: Model, tmp_path: Path) -> None:
-        tokens = random_batch(42)
-        train_a_little(model)
-        model.step()
-        behind, ahead = model.score_rollout(tokens), model.score(tokens)
-        model.save(tmp_path / "saved")
-        model.sync()
-        model.engine.load(model.name, str(tmp_path / "saved"), 9, Patient())
-        model.version = 9
-        np.testing.assert_array_equal(model.score_rollout(tokens), behind)
-        np.testing.assert_array_equal(model.score(tokens), ahead)
-
-    @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no-manifest"])
-    def test_a_damaged_checkpoint_is_refused(self, model: Model, tmp_path: Path, damage: str) -> None:
-        train_a_little(model)
-        model.save(tmp_path / "saved")
-        tokens = random_batch(43)
-        before = model.score(tokens)
-        file = tmp_path / "saved" / "optimizer.safetensors"
-        data = bytearray(file.read_bytes())
-        match damage:
-            case "flip":
-                data[-5] ^= 1
-                file.write_bytes(data)
-            case "truncate":
-                file.write_bytes(data[:-4])
-            case "remove":
-                file.unlink()
-            case "no-manifest":
-                (tmp_path / "saved" / "manifest.json").unlink()
-        with pytest.raises(CheckpointCorrupt):
-            model.engine.load(model.name, str(tmp_path / "saved"), None, Patient())
-        np.testing.assert_array_equal(model.score(tokens), before)
-
-    def test_a_checkpoint_serves_as_a_base(self, model: Model, tmp_path: Path) -> None:
-        tokens = random_batch(44)
-        train_a_little(model)
-        model.step()
-        expected = model.score(tokens)
-        model.save(tmp_path / "saved")
-        model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path / "saved")), 5, Patient())
-        model.version = 5
-        np.testing.assert_array_equal(model.score(tokens), expected)
-        assert np.abs(model.score_rollout(tokens) - expected).max() < AGREEMENT
-        assert model.engine.state(model.name).optimizer_step == 0
-
-    def test_a_directory_without_weights_is_no_base(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
-        model = make_model(None)
-        with pytest.raises(EngineError, match="cannot read"):
-            model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path)), 0, Patient())
 
 
 def _split(tokens: port.TokenBatch) -> list[list[int]]:
