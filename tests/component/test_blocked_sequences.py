@@ -2,7 +2,6 @@
 
 from plexrl_controller.dispatch import models, submit
 from plexrl_controller.domain.states import CallReason, CallState
-from tests.component.test_dispatch import call_of
 from tests.support import specs
 from tests.support.leader import running_leader
 
@@ -16,9 +15,9 @@ async def test_a_cancelled_call_does_not_stop_the_calls_before_it() -> None:
         second = await leader.submit(model, specs.optim_step(), 2)
         third = await leader.submit(model, specs.sync(), 3)
         await leader.submit(model, specs.generate())
-        await submit.cancel(leader.core, call_of(leader, third.call_id))
+        await submit.cancel(leader.core, leader.call(third.call_id))
         await leader.work()
-        assert [call_of(leader, c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2
+        assert [leader.call(c.call_id).state for c in (first, second)] == [CallState.SUCCEEDED] * 2
         assert (
             await models.resume_sequence(leader.core, leader.key("resume"), leader.core.ledger.models[model.model_id])
             == 4
@@ -34,9 +33,9 @@ async def test_a_failure_before_a_cancelled_call_fails_what_lies_between() -> No
         await leader.submit(model, specs.forward_backward(), 1)
         between = await leader.submit(model, specs.optim_step(), 2)
         last = await leader.submit(model, specs.sync(), 3)
-        await submit.cancel(leader.core, call_of(leader, last.call_id))
+        await submit.cancel(leader.core, leader.call(last.call_id))
         await leader.work()
-        assert call_of(leader, between.call_id).reason is CallReason.PREDECESSOR_FAILED
+        assert leader.call(between.call_id).reason is CallReason.PREDECESSOR_FAILED
 
 
 async def test_giving_up_a_gap_ends_the_generates_that_wait_for_a_version_behind_it() -> None:
@@ -48,4 +47,4 @@ async def test_giving_up_a_gap_ends_the_generates_that_wait_for_a_version_behind
         waiting = await leader.submit(model, specs.generate())
         assert waiting.weights_version == 2
         await models.resume_sequence(leader.core, leader.key("resume"), leader.core.ledger.models[model.model_id])
-        assert call_of(leader, waiting.call_id).reason is CallReason.PREDECESSOR_FAILED
+        assert leader.call(waiting.call_id).reason is CallReason.PREDECESSOR_FAILED

@@ -1,28 +1,21 @@
 """The leader's promises over calls, sequences, versions, swaps and losses, with everything real but worker and disk."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from google.rpc import status_pb2
 
 from plexrl import wire
-from plexrl.v1 import call_pb2, model_pb2, types_pb2, worker_pb2
+from plexrl.v1 import model_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch import jobs, models, reaper, submit
 from plexrl_controller.domain.errors import AlreadyExists, ControllerError, FailedPrecondition, InvalidArgument
-from plexrl_controller.domain.records import Call
 from plexrl_controller.domain.states import CallReason, CallState, JobState, ModelState
 from plexrl_controller.scheduling.policy import HoldRule, Policy
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
-from tests.support.gated_store import GatedStore
-from tests.support.leader import Leader, running_leader
+from tests.support.leader import running_leader
 from tests.support.worker_double import STATE_BYTES, WorkerDouble
-
-
-def call_of(leader: Leader, call_id: str) -> Call:
-    return next(c for c in leader.core.ledger.calls.values() if c.call_id == call_id)
 
 
 async def test_a_call_is_executed_and_its_result_is_durable() -> None:
@@ -31,7 +24,7 @@ async def test_a_call_is_executed_and_its_result_is_durable() -> None:
         model = await leader.model(await leader.job())
         accepted = await leader.submit(model, specs.generate())
         await leader.work()
-        stored = await leader.core.store.get_call(call_of(leader, accepted.call_id).call_id)
+        stored = await leader.core.store.get_call(leader.call(accepted.call_id).call_id)
         assert stored is not None
         assert stored.state is CallState.SUCCEEDED
         assert stored.result is not None
@@ -78,9 +71,9 @@ async def test_a_failed_call_fails_its_successors_until_the_sequence_is_resumed(
         sync = await leader.submit(model, specs.sync(), 3)
         waiting = await leader.submit(model, specs.generate())
         await leader.work()
-        assert call_of(leader, bad.call_id).reason is CallReason.NON_FINITE
+        assert leader.call(bad.call_id).reason is CallReason.NON_FINITE
         for successor in (step, sync, waiting):
-            assert call_of(leader, successor.call_id).reason is CallReason.PREDECESSOR_FAILED
+            assert leader.call(successor.call_id).reason is CallReason.PREDECESSOR_FAILED
         with pytest.raises(FailedPrecondition) as refused:
             await leader.submit(model, specs.optim_step(), 4)
         assert refused.value.reason == "PREDECESSOR_FAILED"
@@ -90,7 +83,7 @@ async def test_a_failed_call_fails_its_successors_until_the_sequence_is_resumed(
         assert number == 4
         good = await leader.submit(model, specs.optim_step(), number)
         await leader.work()
-        assert call_of(leader, good.call_id).state is CallState.SUCCEEDED
+        assert leader.call(good.call_id).state is CallState.SUCCEEDED
 
 
 async def test_generate_uses_the_last_sync_submitted_before_it_and_sync_drains_older_ones() -> None:
@@ -103,7 +96,7 @@ async def test_generate_uses_the_last_sync_submitted_before_it_and_sync_drains_o
         new = await leader.submit(model, specs.generate())
         assert (old.weights_version, new.weights_version) == (0, 1)
         await leader.work()
-        assert [call_of(leader, c.call_id).state for c in (old, new)] == [CallState.SUCCEEDED] * 2
+        assert [leader.call(c.call_id).state for c in (old, new)] == [CallState.SUCCEEDED] * 2
         assert leader.worker.executed[0] == old.call_id
         with pytest.raises(FailedPrecondition) as gone:
             await leader.submit(model, specs.generate_at(exact=0))
@@ -204,10 +197,10 @@ async def test_hold_by_iteration_keeps_the_group_until_the_sync() -> None:
         other = await leader.submit(b, specs.generate())
         leader.clock.time += 5.0
         await leader.work()
-        assert call_of(leader, other.call_id).state is CallState.PENDING
+        assert leader.call(other.call_id).state is CallState.PENDING
         await leader.submit(a, specs.sync(), 1)
         await leader.work()
-        assert call_of(leader, other.call_id).state is CallState.SUCCEEDED
+        assert leader.call(other.call_id).state is CallState.SUCCEEDED
         account = leader.core.ledger.account(a.job_id)
         assert account.hold_s == pytest.approx(5.0, abs=0.1)
 
@@ -226,7 +219,7 @@ async def test_a_new_leader_goes_on_where_the_old_one_stopped() -> None:
         new.worker_id = next(iter(new.core.ledger.workers))
         await new.dispatcher.stream_opened(new.worker_id, 1, worker.status())
         await new.work()
-        assert call_of(new, accepted.call_id).state is CallState.SUCCEEDED
+        assert new.call(accepted.call_id).state is CallState.SUCCEEDED
         assert worker.executed == [accepted.call_id]
 
 
@@ -239,8 +232,8 @@ async def test_a_lost_worker_costs_a_model_at_its_base_only_time() -> None:
         leader.worker.die()
         await leader.join()
         await leader.work()
-        assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
-        assert call_of(leader, call.call_id).attempt == 2
+        assert leader.call(call.call_id).state is CallState.SUCCEEDED
+        assert leader.call(call.call_id).attempt == 2
         assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
 
 
@@ -251,7 +244,7 @@ async def test_a_state_that_nothing_brings_back_is_said_plainly_with_what_is_lef
         model = await leader.model(await leader.job())
         saved = [await leader.submit(model, specs.save(label), n) for n, label in ((1, "good"), (2, "doomed"))]
         await leader.work()
-        good, doomed = (call_of(leader, call.call_id).checkpoint_id or "" for call in saved)
+        good, doomed = (leader.call(call.call_id).checkpoint_id or "" for call in saved)
         await leader.submit(model, specs.load(doomed), 3)
         await leader.submit(model, specs.optim_step(), 4)
         await leader.work()
@@ -263,8 +256,8 @@ async def test_a_state_that_nothing_brings_back_is_said_plainly_with_what_is_lef
         lost = leader.core.ledger.models[model.model_id]
         assert lost.state is ModelState.STATE_LOST
         assert f"good={good}@1" in lost.message
-        assert call_of(leader, late.call_id).reason is CallReason.STATE_LOST
-        error = wire.error_info(status_pb2.Status.FromString(call_of(leader, late.call_id).error or b""))
+        assert leader.call(late.call_id).reason is CallReason.STATE_LOST
+        error = wire.error_info(status_pb2.Status.FromString(leader.call(late.call_id).error or b""))
         assert error is not None
         assert f"good={good}@1" in error.metadata["checkpoints"]
         with pytest.raises(FailedPrecondition) as refused:
@@ -272,10 +265,10 @@ async def test_a_state_that_nothing_brings_back_is_said_plainly_with_what_is_lef
         assert refused.value.reason == "STATE_LOST"
         loaded = await leader.submit(model, specs.load(good), 6)
         await leader.work()
-        assert call_of(leader, loaded.call_id).state is CallState.SUCCEEDED
+        assert leader.call(loaded.call_id).state is CallState.SUCCEEDED
         step = await leader.submit(model, specs.optim_step(), 7)
         await leader.work()
-        assert call_of(leader, step.call_id).state is CallState.SUCCEEDED
+        assert leader.call(step.call_id).state is CallState.SUCCEEDED
 
 
 async def test_an_expired_lease_frees_the_worker_and_ends_every_call() -> None:
@@ -290,7 +283,7 @@ async def test_an_expired_lease_frees_the_worker_and_ends_every_call() -> None:
         await reaper.reap(leader.core)
         await leader.work()
         assert leader.core.ledger.jobs[job.job_id].state is JobState.EXPIRED
-        assert call_of(leader, call.call_id).reason is CallReason.JOB_ENDED
+        assert leader.call(call.call_id).reason is CallReason.JOB_ENDED
         assert leader.worker.models == {}
 
 
@@ -302,12 +295,12 @@ async def test_finishing_a_job_stops_its_running_call_and_another_job_goes_on() 
         a, b = await leader.model(first), await leader.model(second)
         running = await leader.submit(a, specs.generate())
         await leader.settle()
-        assert call_of(leader, running.call_id).state is CallState.DISPATCHED
+        assert leader.call(running.call_id).state is CallState.DISPATCHED
         await jobs.finish_job(leader.core, leader.core.ledger.jobs[first.job_id])
         other = await leader.submit(b, specs.generate())
         await leader.work()
-        assert call_of(leader, running.call_id).state is CallState.CANCELLED
-        assert call_of(leader, other.call_id).state is CallState.SUCCEEDED
+        assert leader.call(running.call_id).state is CallState.CANCELLED
+        assert leader.call(other.call_id).state is CallState.SUCCEEDED
         assert leader.core.ledger.jobs[first.job_id].state is JobState.FINISHED
 
 
@@ -324,7 +317,7 @@ async def test_attempts_that_keep_dying_end_the_call() -> None:
             assert leader.worker_id is not None
             await leader.dispatcher.reports_came(leader.worker_id, 1, reports)
         await leader.settle()
-        assert call_of(leader, call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
+        assert leader.call(call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
 
 
 async def test_a_deadline_ends_a_call_that_waits() -> None:
@@ -336,11 +329,11 @@ async def test_a_deadline_ends_a_call_that_waits() -> None:
         leader.clock.time += 3500.0
         leader.core.ledger.groups[leader.worker_id or ""].last_sync = leader.clock.time + 200.0  # type: ignore[index]
         await reaper.reap(leader.core)
-        assert call_of(leader, call.call_id).state is CallState.PENDING
+        assert leader.call(call.call_id).state is CallState.PENDING
         jobs.heartbeat(leader.core, leader.core.ledger.jobs[model.job_id], None)
         leader.clock.time += 101.0
         await reaper.reap(leader.core)
-        assert call_of(leader, call.call_id).state is CallState.EXPIRED
+        assert leader.call(call.call_id).state is CallState.EXPIRED
 
 
 async def test_refusals_change_nothing() -> None:
@@ -365,7 +358,7 @@ async def test_refusals_change_nothing() -> None:
             assert "INTERNAL" not in str(getattr(refused.value, "code", ""))
         good = await leader.submit(model, specs.optim_step(), 1)
         await leader.work()
-        assert call_of(leader, good.call_id).state is CallState.SUCCEEDED
+        assert leader.call(good.call_id).state is CallState.SUCCEEDED
 
 
 async def test_a_large_call_does_not_overtake_or_delay_the_order_of_acceptance() -> None:
@@ -380,7 +373,7 @@ async def test_a_large_call_does_not_overtake_or_delay_the_order_of_acceptance()
         ]
         calls = await asyncio.gather(*submits, leader.submit(model, specs.generate()))
         await leader.work()
-        assert [call_of(leader, c.call_id).state for c in calls] == [CallState.SUCCEEDED] * 5
+        assert [leader.call(c.call_id).state for c in calls] == [CallState.SUCCEEDED] * 5
         assert leader.worker.executed == [c.call_id for c in calls]
         assert calls[-1].weights_version == 4
 
@@ -408,8 +401,8 @@ async def test_a_model_that_left_the_device_unheard_is_loaded_again() -> None:
             leader.worker.models[model.model_id].on_device = False
             call = await leader.submit(model, specs.generate())
             await leader.work()
-            assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
-            assert call_of(leader, call.call_id).lost_attempts == 0
+            assert leader.call(call.call_id).state is CallState.SUCCEEDED
+            assert leader.call(call.call_id).lost_attempts == 0
 
 
 async def test_a_swap_that_keeps_failing_ends_the_calls_that_need_it() -> None:
@@ -423,32 +416,7 @@ async def test_a_swap_that_keeps_failing_ends_the_calls_that_need_it() -> None:
         )
         call = await leader.submit(model, specs.generate())
         await leader.work()
-        assert call_of(leader, call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
-
-
-async def test_nothing_is_told_before_it_is_durable() -> None:
-    """Durable before acknowledged, also for whoever hears of an earlier change while a later one is being written."""
-    store = GatedStore()
-    async with running_leader(store) as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        accepted = await leader.submit(model, specs.generate())
-        watch = leader.calls.WatchCall(call_pb2.WatchCallRequest(call_id=accepted.call_id), None)
-        assert (await anext(watch)).state != types_pb2.CALL_STATE_SUCCEEDED
-        await leader.settle()
-        store.gate.clear()
-        reports = leader.worker.run()
-        assert leader.worker_id is not None
-        recording = asyncio.create_task(leader.dispatcher.reports_came(leader.worker_id, 1, reports))
-        hearing = asyncio.ensure_future(anext(watch))
-        await leader.settle()
-        leader.core.hub.publish(call_of(leader, accepted.call_id))
-        await leader.settle()
-        assert not hearing.done()
-        store.gate.set()
-        await recording
-        assert (await hearing).state == types_pb2.CALL_STATE_SUCCEEDED
-        await watch.aclose()  # type: ignore[attr-defined]
+        assert leader.call(call.call_id).reason is CallReason.ATTEMPTS_EXHAUSTED
 
 
 async def test_outcomes_heard_out_of_order_never_move_a_sequence_backwards() -> None:
@@ -466,8 +434,8 @@ async def test_outcomes_heard_out_of_order_never_move_a_sequence_backwards() -> 
         assert (heard.applied_sequence, heard.due_sequence, heard.weights_version) == (3, 4, 3)
         next_call = await leader.submit(model, specs.optim_step(), 4)
         await leader.work()
-        assert call_of(leader, next_call.call_id).state is CallState.SUCCEEDED
-        assert call_of(leader, next_call.call_id).attempt == 1
+        assert leader.call(next_call.call_id).state is CallState.SUCCEEDED
+        assert leader.call(next_call.call_id).attempt == 1
 
 
 async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
@@ -477,7 +445,7 @@ async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
         model = await leader.model(await leader.job())
         saved = await leader.submit(model, specs.save("doomed"), 1)
         await leader.work()
-        doomed = call_of(leader, saved.call_id).checkpoint_id or ""
+        doomed = leader.call(saved.call_id).checkpoint_id or ""
         await leader.submit(model, specs.load(doomed), 2)
         await leader.submit(model, specs.optim_step(), 3)
         await leader.work()
@@ -489,31 +457,12 @@ async def test_a_load_that_fails_leaves_a_lost_state_lost() -> None:
         leader.worker.fail_next["load_checkpoint"] = (15, "CHECKPOINT_CORRUPT")
         load = await leader.submit(model, specs.load(), 4)
         await leader.work()
-        assert call_of(leader, load.call_id).reason is CallReason.CHECKPOINT_CORRUPT
+        assert leader.call(load.call_id).reason is CallReason.CHECKPOINT_CORRUPT
         assert leader.core.ledger.models[model.model_id].state is ModelState.STATE_LOST
         again = await leader.submit(model, specs.load(), 5)
         step = await leader.submit(model, specs.optim_step(), 6)
         await leader.work()
-        assert [call_of(leader, c.call_id).state for c in (again, step)] == [CallState.SUCCEEDED] * 2
-
-
-async def test_a_client_that_goes_away_in_mid_request_leaves_no_change_half_made() -> None:
-    """G03: an rpc whose caller is gone is cancelled; its batch takes effect all the same, and whoever watches hears."""
-    store = GatedStore()
-    async with running_leader(store) as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        running = await leader.submit(model, specs.generate())
-        await leader.settle()
-        store.gate.clear()
-        cancelling = asyncio.create_task(submit.cancel(leader.core, call_of(leader, running.call_id)))
-        await leader.settle()
-        cancelling.cancel()
-        await leader.settle()
-        store.gate.set()
-        await leader.settle()
-        assert leader.transport.sent[-1].WhichOneof("action") == "abort"
-        assert running.call_id not in leader.core.undurable
+        assert [leader.call(c.call_id).state for c in (again, step)] == [CallState.SUCCEEDED] * 2
 
 
 async def test_a_cancel_whose_end_was_lost_with_a_stream_still_ends() -> None:
@@ -525,39 +474,11 @@ async def test_a_cancel_whose_end_was_lost_with_a_stream_still_ends() -> None:
         await leader.settle()
         leader.worker.run()  # applied, and its report is lost with the stream
         leader.dispatcher.stream_closed(worker_id, 1)
-        await submit.cancel(leader.core, call_of(leader, call.call_id))
-        assert call_of(leader, call.call_id).state is CallState.CANCELLING
+        await submit.cancel(leader.core, leader.call(call.call_id))
+        assert leader.call(call.call_id).state is CallState.CANCELLING
         await leader.dispatcher.stream_opened(worker_id, 1, leader.worker.status())
         await leader.work()
-        assert call_of(leader, call.call_id).state is CallState.SUCCEEDED
-
-
-async def test_a_stream_that_opens_early_hears_nothing_of_a_call_that_is_not_durable_yet() -> None:
-    """G14: accepted is what is durable; before that a call may still be lost with its controller."""
-    store = GatedStore()
-    async with running_leader(store) as leader:
-        await leader.join()
-        model = await leader.model(await leader.job())
-        store.gate.clear()
-        submitting = asyncio.create_task(leader.submit(model, specs.generate()))
-        await leader.settle()
-        requests: asyncio.Queue[call_pb2.ConnectRequest] = asyncio.Queue()
-        hello = call_pb2.ClientMessage(hello=call_pb2.ConnectHello(job_id=model.job_id))
-        requests.put_nowait(call_pb2.ConnectRequest(messages=[hello]))
-        stream = leader.calls.Connect(queued(requests), None)
-        hearing = asyncio.ensure_future(anext(aiter(stream)))
-        await leader.settle()
-        assert not hearing.done()
-        store.gate.set()
-        await submitting
-        await leader.work()
-        assert (await hearing).messages[0].updated.call_id == (await submitting).call_id
-        await stream.aclose()  # type: ignore[attr-defined]
-
-
-async def queued(requests: "asyncio.Queue[call_pb2.ConnectRequest]") -> AsyncIterator[call_pb2.ConnectRequest]:
-    while True:
-        yield await requests.get()
+        assert leader.call(call.call_id).state is CallState.SUCCEEDED
 
 
 async def test_a_lora_rank_that_no_worker_offers_is_refused() -> None:

@@ -21,6 +21,7 @@ from plexrl_controller.domain.states import CallState
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Changes
 from tests.simulation.faults.__main__ import describe, shortest
+from tests.simulation.faults.device import Device
 from tests.simulation.faults.worker import WorkerProcess
 from tests.simulation.faults.world import Plan, run
 
@@ -121,16 +122,16 @@ def test_it_sees_a_call_that_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -
         real(self, order)
 
     real: Callable[..., None] = WorkerProcess._accept
-    refusal: Callable[..., Any] = WorkerProcess._refusal
+    refusal: Callable[..., Any] = Device.refusal
 
-    def lenient(self: WorkerProcess, order: worker_pb2.RunCallOrder) -> Any:
+    def lenient(self: Device, order: worker_pb2.RunCallOrder) -> Any:
         held = self.models.get(order.model_id)
         if held is not None and order.sequence:
             held.applied = order.after_sequence
         return refusal(self, order)
 
     monkeypatch.setattr(WorkerProcess, "_accept", accept)
-    monkeypatch.setattr(WorkerProcess, "_refusal", lenient)
+    monkeypatch.setattr(Device, "refusal", lenient)
     caught("ran on another state")
 
 
@@ -188,9 +189,9 @@ def test_it_sees_a_call_that_yielded_and_is_never_continued(monkeypatch: pytest.
 
 def test_it_sees_weights_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """G06: a sync that does not wait for earlier generates, on a worker that does not look at the version."""
-    refusal: Callable[..., Any] = WorkerProcess._refusal
+    refusal: Callable[..., Any] = Device.refusal
 
-    def lenient(self: WorkerProcess, order: worker_pb2.RunCallOrder) -> Any:
+    def lenient(self: Device, order: worker_pb2.RunCallOrder) -> Any:
         held = self.models.get(order.model_id)
         if held is not None and order.spec.HasField("generate"):
             order.weights_version = held.version
@@ -199,7 +200,7 @@ def test_it_sees_weights_of_another_version(monkeypatch: pytest.MonkeyPatch) -> 
     def never_draining(ledger: Any, sync: Call, index: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr(WorkerProcess, "_refusal", lenient)
+    monkeypatch.setattr(Device, "refusal", lenient)
     monkeypatch.setattr("plexrl_controller.dispatch.readiness._draining", never_draining)
     caught("resolved to version")
 
@@ -212,13 +213,13 @@ def test_it_sees_another_tenants_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_sees_a_state_that_a_failed_call_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a call or nothing: an engine that refuses a batch after having applied it."""
-    real: Callable[..., types_pb2.CallResult] = WorkerProcess._apply
+    real: Callable[..., types_pb2.CallResult] = Device.execute
 
-    def apply(self: WorkerProcess, order: worker_pb2.RunCallOrder) -> types_pb2.CallResult:
+    def execute(self: Device, order: worker_pb2.RunCallOrder, incarnation: int) -> types_pb2.CallResult:
         if order.spec.HasField("forward_backward") and self.rng.random() < 0.1:
             held = self.models[order.model_id]
             held.state = held.state.after("forward_backward", order.spec)
-        return real(self, order)
+        return real(self, order, incarnation)
 
-    monkeypatch.setattr(WorkerProcess, "_apply", apply)
+    monkeypatch.setattr(Device, "execute", execute)
     caught("ran on another state")

@@ -118,5 +118,5 @@ def check_refuses(session: plexrl.Session) -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(*arguments[:4], int(arguments[4]), float(arguments[5]), arguments[6:] == ["alone"])
+    alone = sys.argv[7:] == ["alone"]
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), float(sys.argv[6]), alone)

@@ -15,8 +15,8 @@ from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.dispatcher import Dispatcher
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import Transport
-from plexrl_controller.domain.ids import RequestId, Tenant, WorkerId
-from plexrl_controller.domain.records import Job, Model
+from plexrl_controller.domain.ids import CallId, RequestId, Tenant, WorkerId
+from plexrl_controller.domain.records import Call, Job, Model
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.memory import MemoryPayloadStore
 from plexrl_controller.payloads.port import PayloadStore
@@ -72,6 +72,10 @@ class Leader:
             incarnation = self.core.ledger.workers[self.worker_id].incarnation
             await self.dispatcher.reports_came(self.worker_id, incarnation, reports)
             await self.settle()
+
+    def call(self, call_id: str) -> Call:
+        """A call's record, as memory has it."""
+        return self.core.ledger.calls[CallId(call_id)]
 
     async def job(self, name: str = "job", lease_s: float = 60.0) -> Job:
         """A new job."""

@@ -2,7 +2,6 @@
 
 from plexrl.v1 import call_pb2, session_pb2, worker_pb2
 from plexrl_controller.api.sessions import SessionService
-from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.domain.states import CallState
 from tests.support import specs
@@ -33,7 +32,7 @@ async def session(leader: Leader, session_id: str) -> session_pb2.Session:
 
 
 def record(leader: Leader, call: call_pb2.Call) -> Call:
-    return leader.core.ledger.calls[CallId(call.call_id)]
+    return leader.call(call.call_id)
 
 
 def states(leader: Leader, calls: list[call_pb2.Call]) -> list[CallState]:

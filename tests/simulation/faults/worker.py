@@ -1,9 +1,6 @@
-"""A worker process in virtual time: lanes, fences, engine deaths and outbox as the daemon has them, and a state that
-can be checked.
+"""A worker process in virtual time: lanes, fences, engine deaths and outbox as the daemon has them.
 
-A model's training state is a digest over everything that was ever applied to it, in order. Results carry it, so whoever
-knows which calls succeeded can say what each result must be: a call applied twice, left out, or run on another state
-shows at once. A result also carries the number of the execution that made it.
+What its models are and what a call does to them is the device's business (`device`).
 """
 
 import asyncio
@@ -16,8 +13,9 @@ from google.rpc import code_pb2
 
 from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
-from tests.simulation.faults.deployed import STATE_BYTES, Deployed, failed, follows, result_of
-from tests.simulation.faults.state import Copy, Made, Shared, State, digest
+from tests.simulation.faults.deployed import STATE_BYTES, failed
+from tests.simulation.faults.device import Device
+from tests.simulation.faults.state import Shared
 
 
 @dataclass
@@ -59,11 +57,9 @@ class WorkerProcess:
 
     def __init__(self, name: str, address: str, shared: Shared, rng: random.Random, note: Callable[..., None]) -> None:
         self.name, self.address = name, address
-        self.shared, self.rng, self.note = shared, rng, note
+        self.rng, self.note = rng, note
+        self.device = Device(name, shared, rng, note)
         self.alive = False
-        self.device_models = 1
-        self.failures = 0.0
-        """Share of calls that the engine refuses with NON_FINITE."""
         self._tasks: list[asyncio.Task[None]] = []
         self._clear()
 
@@ -80,7 +76,7 @@ class WorkerProcess:
     def _begin_life(self) -> None:
         self.steps_left: dict[tuple[str, int], int] = {}
         """Of executions that are parked in the engine."""
-        self.models: dict[str, Deployed] = {}
+        self.device.models = {}
         self.running: dict[str, Execution] = {}
         self.finished: dict[str, Execution] = {}
         self.lane: asyncio.Queue[tuple[worker_pb2.Order, Execution | None]] = asyncio.Queue()
@@ -126,7 +122,7 @@ class WorkerProcess:
         self.note(self.name, "engine dies")
         self.engine_died.set()
         self.engine_died = asyncio.Event()
-        if touched := self._engine_gone():
+        if touched := self.device.engine_died():
             self._put(
                 worker_pb2.Report(
                     worker_incarnation=self.incarnation, deployments=[self._deployment(m) for m in sorted(touched)]
@@ -168,7 +164,7 @@ class WorkerProcess:
             name=self.name,
             worker_incarnation=self.incarnation,
             leader_term=self.term,
-            deployments=[self._deployment(model_id) for model_id in self.models],
+            deployments=[self._deployment(model_id) for model_id in self.device.models],
             attempts=[registry_pb2.CallAttempt(call_id=c, attempt=e.number) for c, e in self.running.items()],
             revision=self.revision,
         )
@@ -182,7 +178,7 @@ class WorkerProcess:
                 architectures=["Qwen3ForCausalLM"],
                 call_kinds=list(range(1, 8)),  # type: ignore[arg-type]
                 losses=list(range(1, 6)),  # type: ignore[arg-type]
-                device_state_bytes=STATE_BYTES * self.device_models,
+                device_state_bytes=STATE_BYTES * self.device.capacity,
                 host_state_bytes=1 << 30,
                 machine_type="simulated",
                 checkpoint_store_id="shared",
@@ -312,7 +308,7 @@ class WorkerProcess:
         )
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
-        held = self.models.get(model_id)
+        held = self.device.models.get(model_id)
         self.revision += 1
         if held is None:
             return registry_pb2.DeploymentStatus(model_id=model_id, revision=self.revision)
@@ -366,101 +362,31 @@ class WorkerProcess:
             case "deploy":
                 return self._deploy(order.deploy)
             case "drop":
-                self.models.pop(order.drop.model_id, None)
+                self.device.models.pop(order.drop.model_id, None)
                 return worker_pb2.OrderFinished(), [order.drop.model_id]
             case "swap_weights":
-                return self._swap(order.swap_weights)
+                return self.device.swap(order.swap_weights)
             case "snapshot":
-                return self._snapshot(order.snapshot), []
+                return self.device.snapshot(order.snapshot), []
             case "expire_snapshots":
                 for snapshot_id in order.expire_snapshots.snapshot_ids:
-                    self.shared.snapshots.pop(snapshot_id, None)
+                    self.device.shared.snapshots.pop(snapshot_id, None)
                 return worker_pb2.OrderFinished(), []
             case _:
                 return worker_pb2.OrderFinished(), []
 
     def _deploy(self, deploy: worker_pb2.DeployOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
-        present = self.models.get(deploy.model_id)
-        if present is None or present.order != deploy or present.lost:
-            copy = self._copy_for(deploy, present)
-            if isinstance(copy, str):
-                return failed(code_pb2.DATA_LOSS, copy), []
+        before = self.device.models.get(deploy.model_id)
+        outcome, touched = self.device.deploy(deploy)
+        if self.device.models.get(deploy.model_id) is not before:
             for call_id in [c for c, e in self.finished.items() if e.order.run_call.model_id == deploy.model_id]:
                 # They had their effect on the state that goes now.
                 del self.finished[call_id]
-            present = Deployed(deploy, copy.state, copy.version, deploy.applied_sequence, copy)
-            self.models[deploy.model_id] = present
-        built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=present.applied)
-        return worker_pb2.OrderFinished(deployed=built), [deploy.model_id]
-
-    def _copy_for(self, deploy: worker_pb2.DeployOrder, present: Deployed | None) -> Copy | str:
-        """What a deploy restores, or the reason why it cannot."""
-        version, applied = deploy.weights_version, deploy.applied_sequence
-        if deploy.HasField("snapshot"):
-            manifest, copy = self.shared.snapshots.get(deploy.snapshot.snapshot_id, ("", None))
-            if copy is None:
-                return "CHECKPOINT_NOT_FOUND"
-            return copy if manifest == deploy.snapshot.manifest_sha256 else "CHECKPOINT_CORRUPT"
-        if deploy.from_host_image:
-            if present is None or present.image.applied != deploy.host_image_sequence:
-                return "STATE_LOST"
-            return present.image
-        if deploy.checkpoint_id:
-            if deploy.checkpoint_id not in self.shared.checkpoints:
-                return "CHECKPOINT_NOT_FOUND"
-            return Copy(self.shared.checkpoints[deploy.checkpoint_id][2], version, applied)
-        return Copy(State.base(deploy.base.init.seed), version, applied)
-
-    def _snapshot(self, order: worker_pb2.SnapshotOrder) -> worker_pb2.OrderFinished:
-        held = self.models.get(order.model_id)
-        if held is None or held.lost:
-            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED" if held is None else "STATE_LOST")
-        if self.rng.random() < self.failures:
-            return failed(code_pb2.RESOURCE_EXHAUSTED, "STORAGE_FAILED")
-        manifest = f"{digest(order.snapshot_id, held.state, held.applied):064x}"
-        self.shared.snapshots[order.snapshot_id] = manifest, Copy(held.state, held.version, held.applied)
-        self.note(self.name, "snapshot of", order.model_id[-4:], "at", held.applied)
-        written = worker_pb2.WrittenSnapshot(
-            snapshot_id=order.snapshot_id,
-            sequence=held.applied,
-            step=held.state.step,
-            weights_version=held.version,
-            size_bytes=STATE_BYTES,
-            manifest_sha256=manifest,
-            device_s=0.001,
-            write_s=0.01,
-        )
-        return worker_pb2.OrderFinished(snapshot=written)
-
-    def _swap(self, swap: worker_pb2.SwapWeightsOrder) -> tuple[worker_pb2.OrderFinished, list[str]]:
-        for model_id in swap.evict_model_ids:
-            self._park(model_id)
-        if not swap.load_model_id:
-            return worker_pb2.OrderFinished(), list(self.models)
-        held = self.models.get(swap.load_model_id)
-        if held is None:
-            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED"), list(self.models)
-        staying = [m for m in self.models if self.models[m].on_device and m != swap.load_model_id]
-        if len(staying) + 1 > self.device_models:
-            return failed(code_pb2.RESOURCE_EXHAUSTED, "OVER_BUDGET"), list(self.models)
-        if not held.lost:
-            held.on_device = True
-        return worker_pb2.OrderFinished(), list(self.models)
-
-    def _park(self, model_id: str) -> None:
-        if (held := self.models.get(model_id)) is not None:
-            held.park()
-
-    def _engine_gone(self) -> set[str]:
-        touched = {model_id for model_id, held in self.models.items() if held.on_device}
-        for model_id in touched:
-            held = self.models[model_id]
-            held.on_device, held.lost = False, not held.clean
-        return touched
+        return outcome, touched
 
     async def _run_call(self, order: worker_pb2.Order, execution: Execution) -> None:
         run, incarnation, engine_died = order.run_call, self.incarnation, self.engine_died
-        refusal = self._refusal(run)
+        refusal = self.device.refusal(run)
         if refusal is not None:
             self._end(execution, refusal, [])
             return
@@ -476,7 +402,7 @@ class WorkerProcess:
                 return
             if engine_died.is_set():
                 self.steps_left.clear()
-                touched = self._engine_gone() | {run.model_id} & set(self.models)
+                touched = self.device.engine_died() | {run.model_id} & set(self.device.models)
                 self._end(execution, failed(code_pb2.UNAVAILABLE, "ENGINE_DIED"), touched)
                 return
             if execution.aborted and self.rng.random() < 0.7:
@@ -486,65 +412,10 @@ class WorkerProcess:
                 self.steps_left[name] = left - 1
                 self._give_way(execution)
                 return
-        if self.rng.random() < self.failures:
+        if self.rng.random() < self.device.failures:
             self._end(execution, failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
             return
-        before = {model_id for model_id, held in self.models.items() if held.on_device}
-        result = self._apply(run)
-        moved = before ^ {model_id for model_id, held in self.models.items() if held.on_device}
+        before = self.device.held_on_device()
+        result = self.device.execute(run, self.incarnation)
+        moved = before ^ self.device.held_on_device()
         self._end(execution, worker_pb2.OrderFinished(result=result), {run.model_id} | moved)
-
-    def _refusal(self, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
-        held, function = self.models.get(run.model_id), run.spec.WhichOneof("function")
-        if held is None:
-            return failed(code_pb2.FAILED_PRECONDITION, "NOT_DEPLOYED")
-        if held.lost and function != "load_checkpoint":
-            return failed(code_pb2.FAILED_PRECONDITION, "STATE_LOST")
-        if function == "generate":
-            if run.weights_version != held.version:
-                return failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
-        elif run.sequence <= held.applied or not follows(run, held):
-            return failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
-        if function != "load_checkpoint" and not held.on_device:
-            return failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
-        return None
-
-    def _apply(self, run: worker_pb2.RunCallOrder) -> types_pb2.CallResult:
-        """Executes: everything or nothing. The result carries the state's digest and the number of this execution."""
-        held, function = self.models[run.model_id], run.spec.WhichOneof("function") or ""
-        number = self._number(run)
-        again = "again" if run.replay else ""
-        self.note(self.name, "executes", again, function, run.sequence, f"{run.call.call_id[-4:]}/{run.call.attempt}")
-        before = held.state
-        match function:
-            case "save_checkpoint":
-                self.shared.checkpoints.setdefault(run.new_checkpoint_id, (run.model_id, run.sequence, held.state))
-            case "load_checkpoint":
-                self._load(held, run)
-            case _:
-                held.state = held.state.after(function, run.spec)
-        if run.sequence:
-            held.applied = max(run.sequence, run.through_sequence)
-        if function in ("sync_weights", "load_checkpoint"):
-            held.version = run.sequence
-        if held.state != before or function in ("sync_weights", "load_checkpoint"):
-            held.clean = False
-        return result_of(run, function, held, number)
-
-    def _number(self, run: worker_pb2.RunCallOrder) -> int:
-        call = run.call
-        if run.replay and call.call_id in self.shared.last:
-            self.shared.replayed.add(self.shared.last[call.call_id])
-            return self.shared.last[call.call_id]
-        self.shared.last[call.call_id] = len(self.shared.made)
-        self.shared.made.append(Made(call.call_id, call.attempt, self.name, self.incarnation))
-        return self.shared.last[call.call_id]
-
-    def _load(self, held: Deployed, run: worker_pb2.RunCallOrder) -> None:
-        others = [m for m in self.models if self.models[m].on_device and m != run.model_id]
-        if len(others) >= self.device_models:
-            for model_id in others:
-                self._park(model_id)
-        source = run.spec.load_checkpoint.checkpoint_id
-        held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
-        held.lost, held.on_device = False, True

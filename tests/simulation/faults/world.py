@@ -87,7 +87,7 @@ class World:
             for i in range(chance.randint(1, 3))
         ]
         for worker in self.workers:
-            worker.device_models, worker.failures = chance.choice([1, 1, 2]), chance.choice([0.0, 0.02])
+            worker.device.capacity, worker.device.failures = chance.choice([1, 1, 2]), chance.choice([0.0, 0.02])
         rounds = chance.randint(3, 8) if plan.rounds is None else plan.rounds
         self.clients = [
             Client(self, f"job{i}", Tenant("ab"[i % 2]), self.chance_of(f"job{i}"), rounds)
@@ -305,7 +305,7 @@ class World:
                     worker.term = max(worker.term, answer.leader_term)
                     interval_s = answer.sync_interval.ToNanoseconds() / 1e9
                     continue
-                known = set(worker.models)
+                known = set(worker.device.models)
                 answer = await self._registry(worker, "Synchronize", worker.situation())
                 if worker.nonce != nonce:
                     return
@@ -383,7 +383,7 @@ class World:
         self.database.kill = None
         self.database.stalled_until_s = 0.0
         for worker in self.workers:
-            worker.failures = 0.0
+            worker.device.failures = 0.0
             self.start_worker(worker)
         if self.leader() is None:
             self.spawn(self.start_controller())
@@ -396,7 +396,7 @@ class World:
         assert life is not None
         # Jobs without a client have expired by now.
         for worker in self.workers:
-            if left := set(worker.models):
+            if left := set(worker.device.models):
                 self.blame(f"worker {worker.name} still holds {left} of jobs that are over")
         for each in self.lives:
             if diverged := getattr(each.core, "replay_divergences", 0):
