@@ -96,10 +96,12 @@ async def check_rollouts(made: Rig, cluster: plexrl.Cluster) -> None:
     assert [line["optim"] for line in heard] == [line["round"] + 1 for line in heard], "a step applied once"
     await check_sessions(made, job.job_id)
     session = await asyncio.to_thread(job.models["policy"].session, max_concurrent=TOGETHER)
-    for seed in range(2 * TOGETHER):
+    endless = [
         session.generate.submit([[1, 2]], n=fault_guest.ENDLESS, max_tokens=4, seed=seed)
+        for seed in range(2 * TOGETHER)
+    ]
     async with asyncio.timeout(RECOVERY_LIMIT_S):
-        while session.state != "GRANTED":  # noqa: ASYNC110
+        while [call.state for call in endless].count("RUNNING") < TOGETHER:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await asyncio.to_thread(job.finish)
     connection = made.database.connection
