@@ -172,6 +172,9 @@ class Session:
 
     def _changed(self, message: s.Session) -> None:
         """Heard on the call stream, in its thread."""
+        if self._message.state != s.SESSION_STATE_OPEN:
+            # What was sent before the answer to `close` may come after it.
+            return
         before = self.revoked
         self._message = message
         if message.grant != s.SESSION_GRANT_WAITING:

@@ -89,6 +89,21 @@ def test_to_wait_for_a_worker_that_is_away_is_no_revocation(controller: FakeCont
     assert (session.state, session.revoked, told) == ("WAITING", False, [])
 
 
+def test_what_was_told_before_it_was_closed_opens_it_no_more(controller: FakeController, model: Model) -> None:
+    told: list[str] = []
+    session = model.session(on_revoked=lambda: told.append(session.state))
+    session.generate([[1]], max_tokens=1)
+    late = session_pb2.Session()
+    late.CopyFrom(controller.sessions.opened[session.session_id])
+    late.grant = session_pb2.SESSION_GRANT_REVOKED
+    # The end is known from the answer; the stream's word of it has not come.
+    controller.sessions.silent = True
+    session.close()
+    controller.tell(late)
+    model.generate([[1]], max_tokens=1)
+    assert (session.state, session.revoked, told) == ("CLOSED", False, [])
+
+
 def test_an_end_that_came_while_there_was_no_stream_is_heard(controller: FakeController, model: Model) -> None:
     session, other = model.session(), model.session()
     session.generate([[1]], max_tokens=1)

@@ -9,13 +9,15 @@ from plexrl.v1 import session_pb2, session_pb2_grpc
 
 
 class FakeSessions(session_pb2_grpc.SessionServiceServicer):
-    """`opened` and `yielded` may be read by tests; `grant` changes what a session may do, and tells it."""
+    """Tests read `opened` and `yielded`, set `silent`; `grant` changes what a session may do, and tells it."""
 
     def __init__(self, tell: Callable[[session_pb2.Session], None], changed: threading.Condition) -> None:
         self._tell = tell
         self._changed = changed
         self.opened: dict[str, session_pb2.Session] = {}
         self.yielded: list[float] = []
+        self.silent = False
+        """Ends are not told of."""
 
     def grant(self, session_id: str, grant: "session_pb2.SessionGrant.ValueType") -> None:
         self.opened[session_id].grant = grant
@@ -59,7 +61,8 @@ class FakeSessions(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.Session:
         session = self.opened[request.session_id]
         session.state, session.grant = session_pb2.SESSION_STATE_CLOSED, session_pb2.SESSION_GRANT_UNSPECIFIED
-        self._tell(session)
+        if not self.silent:
+            self._tell(session)
         return session
 
     def GetSession(self, request: session_pb2.GetSessionRequest, context: grpc.ServicerContext) -> session_pb2.Session:

@@ -48,7 +48,7 @@ async def check(made: Rig) -> None:
     by_step = {(line["model"], line["step"]): line for line in undisturbed}
     for line in history:
         assert line == by_step[line["model"], line["step"]], "the state is that of an undisturbed run"
-    rounds = made.rounds.lines()
+    rounds = made.whole_rounds()
     by_round = {
         line["round"]: line
         for line in await asyncio.to_thread(
@@ -92,7 +92,7 @@ async def check_rollouts(made: Rig, cluster: plexrl.Cluster) -> None:
     calls = await calls_of(made.database, job.job_id)
     assert {call["state"] for call in calls} == {"SUCCEEDED"}
     check_numbers([call for call in calls if call["sequence"]])
-    heard = made.rounds.lines()
+    heard = made.whole_rounds()
     assert [line["optim"] for line in heard] == [line["round"] + 1 for line in heard], "a step applied once"
     await check_sessions(made, job.job_id)
     session = await asyncio.to_thread(job.models["policy"].session, max_concurrent=TOGETHER)
@@ -116,13 +116,12 @@ async def check_sessions(made: Rig, job_id: str) -> None:
     connection = made.database.connection
     rows = await connection.fetch("SELECT session_id, state FROM sessions WHERE job_id = $1", job_id)
     states = {row["session_id"]: row["state"] for row in rows}
-    heard = made.rounds.lines()
-    closed = [line["session"] for line in heard]
-    expired = [line["expired"] for line in heard if "expired" in line]
-    assert len(set(closed)) == len(closed), "no session is opened for two"
-    assert {states[session_id] for session_id in closed} == {"CLOSED"}
-    assert {states[session_id] for session_id in expired} <= {"EXPIRED"}
-    unknown = set(states) - set(closed) - set(expired)
+    rounds = made.whole_rounds()
+    told = {line["session"]: line["ended"] for line in rounds}
+    assert len(told) == len(rounds), "no session is opened for two"
+    told |= {line["expired"]: "EXPIRED" for line in made.rounds.lines() if "expired" in line}
+    assert {session_id: states[session_id] for session_id in told} == told
+    unknown = set(states) - set(told)
     assert len(unknown) <= 2 * made.lives, "of those that nobody was told of, each life of the client left two at most"
     events = await connection.fetch("SELECT record_id, event FROM events WHERE machine = 'session' ORDER BY event_id")
     for session_id, state in states.items():

@@ -144,7 +144,11 @@ class Rig:
 
     def heard(self) -> Heard:
         """What the clients heard so far."""
-        return Heard(len(self.trained.lines()), len(self.visits.lines()), len(self.rounds.lines()))
+        return Heard(len(self.trained.lines()), len(self.visits.lines()), len(self.whole_rounds()))
+
+    def whole_rounds(self) -> list[dict[str, Any]]:
+        """The rounds of rollouts that the client heard, without the sessions that expired in the middle of one."""
+        return [line for line in self.rounds.lines() if "round" in line]
 
     async def kill(self, kill: Kill) -> float:
         """Kills at the point, and waits until the clients go on. Returns the seconds that this took."""

@@ -5,8 +5,9 @@
 A round opens a session, has conversations in it whose turns run together, and closes it; then it trains, so that the
 tokens of the next one tell the whole state. Its turns take longer than a chunk, on the engine that the guest's jobs use
 too: they are revoked, parked and go on. Beside it a session that nobody uses stays until it expires, and must then
-refuse what is asked of it. A line of the history is a whole round. `alone` asks for the same without sessions, on an
-engine that takes no time: what must come of it.
+refuse what is asked of it. A line of the history is a whole round, or a session that expired in the middle of one: the
+round is then begun anew. `alone` asks for the same without sessions, on an engine that takes no time: what must come of
+it.
 """
 
 import json
@@ -29,7 +30,9 @@ TRAINING_CALLS = 3
 WAIT_S = 600.0
 LEASE_S = 600.0
 IDLE_LIMIT_S = 10.0
-"""The least that a session may have."""
+"""The least that a session may have: what a life of this process left goes soon. Between two turns a session is there
+for less, unless no controller answers.
+"""
 SEED = 5
 ALONE_CONFIG = {key: value for key, value in fault_guest.CONFIG.items() if key != "plexrl_fake"}
 
@@ -55,23 +58,38 @@ def main(
         if trained:
             train(model, number, trained)
             number += 1
-        left = None if alone else model.session(idle_limit_s=IDLE_LIMIT_S)
+        left = None if alone else opened(model)
         while number < rounds:
             line: dict[str, object] = {"round": number}
             if alone:
                 line |= converse(model.generate, lambda _: nullcontext(), number)
             else:
-                with model.session(max_concurrent=TOGETHER, grace_s=0.0) as session:
-                    line |= {"session": session.session_id, **converse(session.generate, session.sleeping, number)}
+                session = opened(model)
+                try:
+                    with session:
+                        line |= converse(session.generate, session.sleeping, number)
+                except plexrl.SessionEnded:
+                    history.write(json.dumps({"expired": session.session_id}) + "\n")
+                    continue
+                line |= {"session": session.session_id, "ended": session.state}
             line |= train(model, number, 0)
             if left is not None and left.state == "EXPIRED":
                 check_refuses(left)
                 line["expired"] = left.session_id
-                left = model.session(idle_limit_s=IDLE_LIMIT_S)
+                left = opened(model)
             history.write(json.dumps(line) + "\n")
             number += 1
             time.sleep(pause_s)
         job.detach()
+
+
+def opened(model: plexrl.Model) -> plexrl.Session:
+    """A session; where earlier lives of this process left as many as may be, once one of them goes."""
+    while True:
+        try:
+            return model.session(max_concurrent=TOGETHER, grace_s=0.0, idle_limit_s=IDLE_LIMIT_S)
+        except plexrl.ResourceExhausted:
+            time.sleep(1.0)
 
 
 def converse(
