@@ -32,6 +32,10 @@ MAX_FRAME_MESSAGES = 256
 MAX_FRAME_ACKS = 1024
 MAX_HELLO_SESSIONS = 1024
 MAX_FRAME_BYTES = 4 * 1024 * 1024
+ACK_WITHIN_S = 0.05
+"""An acknowledgement waits so long for submits to travel with: nobody waits for it."""
+LAST_ACKS_S = 1.0
+"""How long to try to tell the last of them."""
 REMEMBERED_ACKS = 4096
 
 TERMINAL = frozenset({t.CALL_STATE_SUCCEEDED, t.CALL_STATE_FAILED, t.CALL_STATE_CANCELLED, t.CALL_STATE_EXPIRED})
@@ -118,6 +122,7 @@ class CallStream:
         self._hello_due = False
         self._outbox: deque[TrackedCall] = deque()
         self._acks: list[str] = []
+        self._acks_since_s = 0.0
         self._sender_waits = False
         self._to_wake: list[asyncio.Future[None]] = []
         self._request_prefix = uuid.uuid4().hex[:20]
@@ -208,6 +213,19 @@ class CallStream:
             if tracked.call_id is not None:
                 self._send_cancel(tracked.call_id)
 
+    def send_acks(self) -> None:
+        """Sends the acknowledgements that wait, for whoever lets go of the job; without an answer they are given up."""
+        with self._lock:
+            self._take_dropped()
+            waiting, self._acks = self._acks, []
+        for first in range(0, len(waiting), MAX_FRAME_ACKS):
+            request = c.AckCallsRequest(job_id=self._job_id, call_ids=waiting[first : first + MAX_FRAME_ACKS])
+            try:
+                self.connection.unary(self.connection.calls.AckCalls, request, retry_for_s=LAST_ACKS_S)
+            except errors.PlexRLError as error:
+                log.info("results that were taken will be told again to whoever attaches to the job: %s", error)
+                return
+
     def end(self, reason: errors.PlexRLError) -> None:
         """Ends the stream; calls without an outcome fail with `reason`."""
         self._settle_all(reason)
@@ -263,14 +281,9 @@ class CallStream:
         """What to send on one opening of the stream; runs in a thread of gRPC's."""
         while True:
             with self._lock:
-                while not (
-                    self._outbox or self._acks or self._hello_due or self._generation != generation or self._ended
-                ):
-                    self._sender_waits = True
-                    self._changed.wait()
+                self._await_work(generation)
                 if self._generation != generation or self._ended:
                     return
-                self._take_dropped()
                 frame = c.ConnectRequest()
                 size_bytes = 0
                 if self._hello_due:
@@ -294,6 +307,21 @@ class CallStream:
                     if submit is not None:
                         frame.messages.add().submit.CopyFrom(submit)
             yield frame
+
+    def _await_work(self, generation: int) -> None:
+        """Waits until there is something to send. Acknowledgements wait for submits to travel with, but not for long:
+        on their own, each would cost a frame and a commit, which the next submit would have to wait for.
+        """
+        while True:
+            self._take_dropped()
+            if self._outbox or self._hello_due or self._generation != generation or self._ended:
+                return
+            if self._acks and time.monotonic() - self._acks_since_s >= ACK_WITHIN_S:
+                return
+            self._sender_waits = True
+            # Acknowledgements and dropped futures leave a note and wake nobody: they come of calls that are under way.
+            looks_up = bool(self._acks or self._calls)
+            self._changed.wait(ACK_WITHIN_S if looks_up else None)
 
     def _receive(self, frame: c.ConnectResponse) -> None:
         changed: list[s.Session] = []
@@ -330,6 +358,7 @@ class CallStream:
             # Sent again because our acknowledgement was lost on the way.
             if call.state in TERMINAL and call.call_id in self._acked:
                 self._queue_ack(call)
+                self._wake_sender()
             return
         if tracked.outcome.done():
             return
@@ -383,11 +412,12 @@ class CallStream:
     def _queue_ack(self, call: TrackedCall | c.Call) -> None:
         if call.call_id is None or self._ended is not None:
             return
+        if not self._acks:
+            self._acks_since_s = time.monotonic()
         self._acks.append(call.call_id)
         self._acked[call.call_id] = None
         while len(self._acked) > REMEMBERED_ACKS:
             self._acked.popitem(last=False)
-        self._wake_sender()
 
     def _wake_sender(self) -> None:
         if self._sender_waits:

@@ -135,10 +135,14 @@ class Job:
             request = j.FinishJobRequest(request_id=uuid.uuid4().hex, job_id=self.job_id)
             self._connection.unary(self._connection.jobs.FinishJob, request, retry_for_s=retry_for_s)
         finally:
-            self.detach()
+            self._let_go()
 
     def detach(self) -> None:
         """Lets go without ending the job: `cluster.attach` takes it up elsewhere, before its lease runs out."""
+        self._stream.send_acks()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._over = True
         self._lease.stop()
         self._stream.end(errors.JobEnded(f"this client let go of job {self.name}"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -103,6 +104,8 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
         _write_atomically(settings.endpoint_file, endpoint)
     for service in ("", *(f"plexrl.v1.{name}" for name in SERVICES)):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+    # What the start made, the loaded records among it, mostly stays: looking through it would stop all calls each time.
+    gc.freeze()
     _log.info("controller_serving", endpoint=endpoint, term=term)
     try:
         return await _until_stopped(dispatcher, writer)

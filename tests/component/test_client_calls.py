@@ -9,6 +9,7 @@ import pytest
 from google.rpc import code_pb2, status_pb2
 
 import plexrl
+from plexrl import call_stream
 from plexrl.cluster import Cluster
 from plexrl.connection import Connection, Retry, Target
 from plexrl.job import Job
@@ -117,6 +118,17 @@ def test_results_are_acknowledged_once_taken(controller: FakeController, model: 
     assert controller.acknowledged == []
     assert future.result(10) == future.result(10)
     controller.wait_for(lambda: controller.acknowledged == ["call-1"])
+
+
+def test_acknowledgements_travel_with_submits_and_the_last_before_the_job_is_let_go(
+    controller: FakeController, job: Job, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_stream, "ACK_WITHIN_S", 3600.0)
+    model.optim_step(lr=0.1)
+    model.optim_step(lr=0.1)
+    controller.wait_for(lambda: controller.acknowledged == ["call-1"])
+    job.detach()
+    assert controller.acknowledged == ["call-1", "call-2"]
 
 
 def test_a_lost_acknowledgement_is_sent_again(controller: FakeController, model: Model) -> None:

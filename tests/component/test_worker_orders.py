@@ -1,5 +1,6 @@
 """Orders against a daemon with the fake engine: deploy, swap, calls, fences, once-only, reports."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.orders import Work
 from tests.support.worker_daemon import (
     METADATA,
     STATE_BYTES,
@@ -338,3 +340,20 @@ async def test_run_order_answers_with_the_last_report(tmp_path: Path) -> None:
         answer = await c.stub.RunOrder(w.RunOrderRequest(order=order), metadata=METADATA)
         assert answer.report.finished.deployed.state_bytes == STATE_BYTES
         assert not c.orders.reports
+
+
+async def test_what_a_call_was_ordered_with_goes_when_it_ends(tmp_path: Path) -> None:
+    """The outcomes of a thousand calls are remembered; arguments of many megabytes each must not be along with them."""
+    async with cluster(tmp_path) as c:
+        await with_model(c)
+        gc.collect()
+        gc.disable()
+        try:
+            for sequence in range(1, 4):
+                await c.orders.ok(run_call=call("m1", forward_backward(), sequence))
+                await c.orders.ok(run_call=call("m1", generate(), call_id=f"generate-{sequence}"))
+            # Without a look for cycles, which counts objects and knows nothing of their megabytes.
+            kept = [work for work in gc.get_objects() if isinstance(work, Work)]
+            assert [work.order.run_call.call.call_id for work in kept if work.order.HasField("run_call")] == []
+        finally:
+            gc.enable()

@@ -266,6 +266,10 @@ class Calls(call_pb2_grpc.CallServiceServicer):
             self._c.acknowledged.extend(request.call_ids)
             self._c.changed.notify_all()
 
+    def AckCalls(self, request: call_pb2.AckCallsRequest, context: grpc.ServicerContext) -> call_pb2.AckCallsResponse:
+        self._acknowledge(request)
+        return call_pb2.AckCallsResponse()
+
     def CancelCall(self, request: call_pb2.CancelCallRequest, context: grpc.ServicerContext) -> call_pb2.Call:
         with self._c.changed:
             call = self._c.by_call_id(request.call_id)

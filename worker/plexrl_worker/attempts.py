@@ -12,6 +12,14 @@ MAX_OUTCOMES = 1024
 MAX_OUTCOME_BYTES = 256 * 1024 * 1024
 
 
+def _ended(_: WorkerError) -> None:
+    """There is nothing to stop any more."""
+
+
+def _nothing() -> None:
+    """There is nothing that could give way."""
+
+
 @dataclass
 class Attempt:
     """One execution: on its way while `outcome` is None.
@@ -26,12 +34,18 @@ class Attempt:
     model_id: str
     stop: Callable[[WorkerError], None]
     end: Callable[[WorkerError], None]
-    give_way: Callable[[], None] = lambda: None
+    give_way: Callable[[], None] = _nothing
     sinks: list[Callable[[w.Report], None]] = field(default_factory=list)
     outcome: w.OrderFinished | None = None
     outcome_bytes: int = 0
     parked: bool = False
     """It gave way: it is here, and waits to be ordered again."""
+
+    def let_go(self) -> None:
+        """Keeps the outcome alone: what it was ordered with, megabytes perhaps, must not be remembered with it."""
+        self.stop = self.end = _ended
+        self.give_way = _nothing
+        self.sinks = []
 
 
 class AttemptLog:

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -76,6 +77,8 @@ class WorkerDaemon:
             self._desk.start()
             await self.server.start()
             await self.server.set_serving(True)
+            # What the start made stays: looking through it again and again would stop all calls for a moment each time.
+            gc.freeze()
             _log.info("serving", address=self.server.address, pid=os.getpid(), engine=self.settings.engine)
             parts = [
                 loop.create_task(registration.run(), name="registration"),

@@ -244,6 +244,8 @@ class OrderDesk:
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
             self._tell_all(work.attempt, self._finished(work, outcome))
+            work.attempt.let_go()
+            work.execution = None
 
     def _place(self, work: Work, model_id: str) -> None:
         if not model_id:
@@ -353,6 +355,7 @@ class OrderDesk:
             finally:
                 if not work.done.done():
                     work.done.set_result(None)
+            del work  # its arguments need not wait for the next order
 
     async def _run(self, work: Work) -> None:
         order = work.order

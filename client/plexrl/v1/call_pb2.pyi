@@ -335,7 +335,9 @@ class ServerMessage(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Call:
-        """A submit was accepted and is durable, or was known already."""
+        """A submit was accepted and is durable, or was known already. Of a call that ends within a moment the update alone is
+        sent, which says so as well.
+        """
 
     @_builtins.property
     def rejected(self) -> Global___SubmitRejected:

@@ -26,6 +26,8 @@ MAX_PENDING_BYTES = 128 * 1024 * 1024
 """Submits of one stream that wait for durability at a time; more wait in the stream (back-pressure)."""
 LARGE_BYTES = 256 * 1024
 """A submit of this size is checked and hashed beside the loop, so that nobody's small calls wait for it."""
+TOLD_AFTER_S = 0.05
+"""A call of which nothing else was told for so long is told as accepted; the end of a shorter one says so as well."""
 _MESSAGE_BYTES = 8 * 1024
 """More than a message takes beside its result, whose error may be long."""
 
@@ -50,6 +52,8 @@ class JobStream:
         self._job = job
         self._checks = checks
         self._answers: list[Call | call_pb2.SubmitRejected] = []
+        self._untold: dict[CallId, Call] = {}
+        """Accepted, durable, and nothing of it told yet."""
         self._subscription = core.hub.watch_job(job.job_id)
         self._pending = 0
         self._pending_bytes = 0
@@ -71,6 +75,8 @@ class JobStream:
         try:
             while True:
                 changed = [] if self._ended and not self._pending else await self._subscription.take()
+                if self._ended:
+                    self._tell_accepted(list(self._untold))
                 answers, self._answers = self._answers, []
                 frames_out = _Frames()
                 for answer in answers:
@@ -106,6 +112,7 @@ class JobStream:
         if call is None or call_id in self._core.undurable:
             # What is on its way to the store is published once it is there.
             return None
+        self._untold.pop(call_id, None)
         progress = self._core.ledger.progress.get(call_id, (0, 0))[0]
         if self._told.get(call_id) == (call.revision, progress):
             return None
@@ -189,9 +196,22 @@ class JobStream:
             self._notice()
 
     def _accepted(self, accepted: Sequence[Call], error: ControllerError | None) -> None:
-        for call in accepted:
-            self._answer(call.request_id, call if error is None else error)
+        if error is None:
+            self._untold.update((call.call_id, call) for call in accepted)
+            asyncio.get_running_loop().call_later(
+                TOLD_AFTER_S, self._tell_accepted, [call.call_id for call in accepted]
+            )
+        else:
+            for call in accepted:
+                self._answer(call.request_id, error)
         self._settled(len(accepted))
+
+    def _tell_accepted(self, call_ids: Sequence[CallId]) -> None:
+        """Answers the submits of calls of which nothing has been told."""
+        answers = [self._untold.pop(call_id) for call_id in call_ids if call_id in self._untold]
+        if answers:
+            self._answers += answers
+            self._notice()
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         """Says no, once it is certain that this controller still leads: see `submit.submit`."""

@@ -91,6 +91,8 @@ class ClientStream:
                 pass
             case _:
                 client.world.truth.hear(client.job, message.updated)
+                # News of a call that nothing was told of say that it was accepted.
+                self._answer(message.updated.request_id, message.updated)
 
     def _answer(self, request_id: str, answer: "call_pb2.Call | ControllerError") -> None:
         waiting = self._submits.get(request_id)

@@ -10,6 +10,7 @@ inside start. It decides nothing: what to run, when, and what to do about failur
 
 import argparse
 import ctypes
+import gc
 import logging
 import mmap
 import os
@@ -265,6 +266,8 @@ class Child:
             if self._engine is not None:
                 raise InvalidArgument("start: the engine is already started")
             self._engine = self._factory(codec.settings(request.start), self._directory)
+            # An engine is a million objects that stay: looking through them would stop generation each time.
+            gc.freeze()
             return e.EngineResponse(description=codec.description_response(self._engine.describe()))
         if self._engine is None:
             raise InvalidArgument(f"{function}: start the engine first")
