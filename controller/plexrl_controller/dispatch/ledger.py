@@ -165,6 +165,8 @@ class Ledger:
         self.call_by_request: dict[tuple[JobId, RequestId], tuple[str, CallId]] = {}
         self.calls_of_job: dict[JobId, OrderedDict[CallId, None]] = {}
         self.calls_of_model: dict[ModelId, ModelCalls] = {}
+        self.pulls_of_model: dict[ModelId, dict[CallId, int]] = {}
+        """Calls that are not terminal and take a model's rollout weights elsewhere, with the version that is wanted."""
         self.models_of_job: dict[JobId, dict[ModelId, None]] = {}
         self.models_of_worker: dict[WorkerId, dict[ModelId, None]] = {}
         self.calls_on_worker: dict[WorkerId, dict[CallId, None]] = {}
@@ -389,6 +391,8 @@ class Ledger:
         if index is None:
             index = self.calls_of_model[call.model_id] = ModelCalls()
         live = call.state not in calls.TERMINAL
+        if call.source_model_id is not None:
+            self._put_pull(call, call.source_model_id, live=live)
         if call.kind.sequenced:
             if live:
                 index.sequenced[call.sequence] = call.call_id
@@ -425,6 +429,15 @@ class Ledger:
         if not live:
             for volatile in (self.ready_since, self.progress, self.ran_s, self.specs):
                 volatile.pop(call.call_id, None)
+
+    def _put_pull(self, call: Call, source_id: ModelId, *, live: bool) -> None:
+        pulls = self.pulls_of_model.setdefault(source_id, {})
+        if live:
+            pulls[call.call_id] = call.weights_version
+        else:
+            pulls.pop(call.call_id, None)
+        if not pulls:
+            del self.pulls_of_model[source_id]
 
 
 class Batch:
