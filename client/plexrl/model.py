@@ -291,8 +291,8 @@ class Model:
     ) -> CallFuture[results.LoadCheckpoint]:
         """Takes the rollout weights of a policy of the job, from its worker to this model's, of role "rollout".
 
-        They are those of the newest `sync_weights` of the policy that was submitted before this, and become a version of
-        this model; the result names both. A later `sync_weights` of the policy waits until they are here
+        They are those of the newest `sync_weights` of the policy that was submitted before this, and become a version
+        of this model; the result names both. A later `sync_weights` of the policy waits until they are here
         (in_flight="drain") or has this end with VersionGone. After StateLost, pull again.
         """
         source = t.RolloutSource(model_id=policy.model_id)

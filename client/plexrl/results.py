@@ -106,8 +106,7 @@ class Checkpoint:
 class LoadCheckpoint:
     """Outcome of `load_checkpoint` and `pull_weights`: version of the rollout weights from now on.
 
-    step: optimizer steps in the state; 0 of weights that were pulled. source_version: of weights that were pulled, their
-    version in the policy.
+    step: optimizer steps in the state; 0 of pulled weights. source_version: of pulled weights, the policy's version.
     """
 
     weights_version: int
