@@ -120,6 +120,9 @@ class Target:
                 message.batch.CopyFrom(wire.token_batch([[1], [1, 0]]))
             case model_pb2.ExportCheckpointRequest():
                 message.checkpoint_id = self.checkpoint_id
+            case worker_pb2.PullRequest():
+                held = next(d for d in self.status.deployments if d.model_id == VICTIM)
+                message.model_id, message.weights_version = VICTIM, held.weights_version
             case _:
                 pass
         return message

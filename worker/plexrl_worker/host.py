@@ -6,7 +6,7 @@ orders' fences and no reports: what it did goes into the journal that the caller
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import structlog
@@ -242,19 +242,29 @@ class ModelHost:
         journal.touch(model_id)
         await self._measure(process, report.held_bytes - process.description.kv_cache_bytes)
 
-    async def write_back(self, deployment: Deployment, journal: Journal) -> None:
-        """Copies what is dirty of a model on the device to the host tier; it stays on the device."""
+    async def write_back(
+        self, deployment: Deployment, journal: Journal, components: Collection[port.Component] = port.ALL_COMPONENTS
+    ) -> None:
+        """Copies what is dirty of a model on the device to the host tier; it stays on the device.
+
+        Of some components alone: the host image then holds no whole state, unless the others were clean.
+        """
         model_id = deployment.model_id
         process = self.settle(deployment, journal)
         if process is None or not self.residency.on_device(model_id):
             return
+        written = deployment.components & set(components)
         try:
             async with self._image_written(deployment):
-                report = await process.write_back(model_id, deployment.components)
+                report = await process.write_back(model_id, written)
         except engine_errors.EngineError as error:
             raise self.engine_failed(process, error, journal) from error
-        self.image_holds(deployment, report.parked)
-        self.residency.written_back(model_id)
+        self.residency.written_back(model_id, written)
+        if any(copies.dirty for copies in self.residency.components(model_id).values()):
+            deployment.parked, deployment.host_state = report.parked, None
+            self.tiers.forget_state(model_id)
+        else:
+            self.image_holds(deployment, report.parked)
         journal.touch(model_id)
 
     @contextlib.asynccontextmanager
@@ -294,7 +304,7 @@ class ModelHost:
                         self.residency.set_preloaded(model_id, preloaded=False)
                     self.residency.loaded(model_id)
             except HostStateCorrupt:
-                self._lose(deployment, journal)
+                self.corrupt(deployment, journal)
                 raise
             interval.moved_bytes = report.bytes_moved
         journal.touch(model_id)
@@ -322,7 +332,7 @@ class ModelHost:
         except Interrupted:
             raise Cancelled("the prefetch gave way to a swap") from None
         except HostStateCorrupt:
-            self._lose(deployment, Journal())
+            self.corrupt(deployment, Journal())
             self.on_unordered_change({order.model_id})
             raise
         process = self.supervisor.living(deployment.engine_key)
@@ -480,12 +490,17 @@ class ModelHost:
                     _log.warning("state_lost", model_id=model_id, applied_sequence=deployment.applied_sequence)
         return touched
 
-    def _lose(self, deployment: Deployment, journal: Journal) -> None:
+    def corrupt(self, deployment: Deployment, journal: Journal) -> None:
+        """A model's parked state is not what was parked."""
+        self.give_up_state(deployment, journal)
+        _log.warning("parked_state_corrupt", model_id=deployment.model_id)
+
+    def give_up_state(self, deployment: Deployment, journal: Journal) -> None:
+        """No copy of a model's state may be used any more: its host image is damaged, or about to hold another."""
         deployment.parked, deployment.host_state, deployment.state_lost = None, None, True
         self.residency.state_gone(deployment.model_id)
         self.tiers.forget_state(deployment.model_id)
         journal.touch(deployment.model_id)
-        _log.warning("parked_state_corrupt", model_id=deployment.model_id)
 
     def swap_interval(
         self, deployment: Deployment, kind: t.IntervalKind.ValueType, charged_to: str = ""
