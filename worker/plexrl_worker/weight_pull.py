@@ -59,8 +59,10 @@ class WeightPuller:
         self._settings = settings
 
     def check(self, order: w.RunCallOrder) -> None:
-        """Raises InvalidOrder for what cannot be a source."""
+        """Raises InvalidOrder for what cannot be a source, VersionGone where there is none any more."""
         wanted, source = order.spec.load_checkpoint.rollout, order.weight_source
+        if not order.HasField("weight_source"):
+            raise VersionGone(f"no worker has rollout weights of model {wanted.model_id} any more")
         if not source.model_id or source.model_id != wanted.model_id or source.model_id == order.model_id:
             raise InvalidOrder(
                 f"weight_source.model_id: {source.model_id!r}; want the other model that the call names, "

@@ -82,7 +82,12 @@ class WeightServing:
         self._tell(journal)
         if deployment.state_lost:
             raise SourceStateLost(f"the state of model {model_id} is lost: there are no weights to give")
-        if deployment.weights_version != weights_version:
+        if deployment.weights_version < weights_version:
+            raise SourceBusy(
+                f"version {weights_version} of model {model_id} is asked for, and its rollout weights are at "
+                f"{deployment.weights_version} yet: it is being restored, ask again"
+            )
+        if deployment.weights_version > weights_version:
             raise VersionGone(
                 f"version {weights_version} of model {model_id} is asked for, its rollout weights are at "
                 f"{deployment.weights_version}"

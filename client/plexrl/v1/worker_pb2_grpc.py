@@ -355,7 +355,7 @@ class WeightServiceServicer(object):
 
     def Pull(self, request, context):
         """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
-        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: another version is, or
+        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
         STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

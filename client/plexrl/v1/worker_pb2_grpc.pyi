@@ -145,7 +145,7 @@ class WeightServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     Pull: _grpc.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullResponse]
     """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
-    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: another version is, or
+    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
     STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
     """
 
@@ -156,7 +156,7 @@ class WeightServiceAsyncStub(WeightServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullResponse]  # type: ignore[assignment]
     """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
-    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: another version is, or
+    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
     STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
     """
 
@@ -170,7 +170,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PullResponse], _abc.AsyncIterator[_worker_pb2.PullResponse]]:
         """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
-        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: another version is, or
+        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
         STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
         """
 
