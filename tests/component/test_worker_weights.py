@@ -22,6 +22,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import weight_serving
 from plexrl_worker.channel import open_channel
 from plexrl_worker.errors import VersionGone
+from plexrl_worker.journal import Journal
 from plexrl_worker.registration import reason_of
 from plexrl_worker.settings import TlsFiles
 from tests.support.rollout_weights import (
@@ -286,37 +287,46 @@ def small_pieces_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_a_swap_does_not_wait_for_who_reads_and_the_stream_goes_on(tmp_path: Path) -> None:
+async def test_a_swap_does_not_wait_for_who_reads_and_what_is_read_stays_the_same(tmp_path: Path) -> None:
     async with cluster(tmp_path, **TIGHT) as c:
         version = await policy(c)
         expected = await parts_of(stream(c.channel, "policy", version))
         assert len(expected) == 1 + WEIGHTS_BYTES // 512
-        slow = stream(c.channel, "policy", version)
-        parts = [await slow.read() for _ in range(3)]
+        reading = c.daemon._weights.read("policy", version)
+        parts = [await anext(reading) for _ in range(3)]
         # The policy leaves the device, then host memory.
         for model_id in ("second", "third"):
             await c.orders.ok(deploy=deploy(model_id))
             await c.orders.ok(swap_weights=swap(model_id))
-        while (part := await slow.read()) is not aio.EOF:
-            parts.append(part)
+            parts.append(await anext(reading))
+        assert (await c.status()).tiers.spills > 0
+        parts.extend([part async for part in reading])
         assert parts == expected
 
 
-async def test_a_version_that_goes_while_it_is_read_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces that lie in the connection come; the weights are large enough that they do not all."""
-    monkeypatch.setattr(weight_serving, "PIECE_BYTES", 4)
+async def test_who_waits_for_the_device_hears_that_the_model_has_left_it(tmp_path: Path) -> None:
+    """The device's holder may wait for a peer that waits for these very weights."""
     async with cluster(tmp_path) as c:
         version = await policy(c)
-        await parts_of(stream(c.channel, "policy", version))
-        serving = c.daemon._weights.read("policy", version)
-        header = await anext(serving)
-        assert header.header.size_bytes == WEIGHTS_BYTES
-        await anext(serving)
+        host = c.daemon._host
+        async with asyncio.timeout(20), host.device.lock:
+            reading = asyncio.ensure_future(anext(c.daemon._weights.read("policy", version)))
+            await asyncio.sleep(0)
+            assert host.device.lock.wanted
+            await host.park("policy", Journal())
+            assert (await reading).header.size_bytes == WEIGHTS_BYTES
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_a_version_that_goes_while_it_is_read_ends_the_stream(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        version = await policy(c)
+        reading = c.daemon._weights.read("policy", version)
+        for _ in range(2):
+            await anext(reading)
         await c.orders.ok(run_call=call("policy", sync(), version + 1))
         with pytest.raises(VersionGone):
-            await anext(serving)
+            await anext(reading)
 
 
 async def test_a_source_says_why_not(tmp_path: Path) -> None:
