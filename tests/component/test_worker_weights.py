@@ -7,29 +7,41 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from grpc import aio
+from safetensors.numpy import save_file
 
-from plexrl import wire
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl.v1 import worker_pb2_grpc
-from plexrl_worker import weight_pull, weight_serving
+from plexrl_worker import weight_serving
+from plexrl_worker.channel import open_channel
 from plexrl_worker.errors import VersionGone
+from plexrl_worker.journal import Journal
 from plexrl_worker.registration import reason_of
+from plexrl_worker.settings import TlsFiles
+from tests.support.rollout_weights import (
+    ROLLOUT,
+    WEIGHTS_BYTES,
+    at,
+    greedy,
+    held,
+    parts_of,
+    policy,
+    pull,
+    rollouts,
+    sampled,
+    stream,
+    two,
+)
 from tests.support.worker_daemon import (
-    METADATA,
     STATE_BYTES,
     VOCAB_SIZE,
-    Cluster,
     call,
     cluster,
     deploy,
@@ -46,62 +58,9 @@ from tests.support.worker_daemon import (
     train,
 )
 
-WEIGHTS_BYTES = 4 * VOCAB_SIZE**2
-ROLLOUT = "rollout_weights"
+ISSUE = Path(__file__).parents[2] / "deploy" / "tls" / "issue.sh"
 # Room for two states, on the device and in host memory; others lie on disk.
 TIGHT = {"device_state_bytes": 2 * STATE_BYTES, "host_state_bytes": 2 * STATE_BYTES + 4096}
-
-
-def greedy() -> t.CallSpec:
-    sampling = t.SamplingParams(n=1, temperature=0.0, max_tokens=8, seed=1, logprobs=True)
-    # What comes after these tokens is what `train` changes.
-    return t.CallSpec(generate=t.GenerateSpec(prompts=wire.token_batch([[1], [2], [4]]), sampling=sampling))
-
-
-async def sampled(c: Cluster, model_id: str, version: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of a model on the device, and their log-probabilities to the last bit."""
-    report = await c.orders.ok(run_call=call(model_id, greedy(), weights_version=version))
-    result = report.finished.result.generate
-    assert result.weights_version == version
-    return wire.batch_arrays(result.completions)[0].tolist(), wire.float32s(result.logprobs).tolist()
-
-
-async def policy(c: Cluster, model_id: str = "policy", *, steps: int = 2, **fields: Any) -> int:
-    """A policy on the device whose rollout weights the device alone has; returns their version."""
-    await c.orders.ok(deploy=deploy(model_id, role=m.MODEL_ROLE_POLICY, **fields))
-    await c.orders.ok(swap_weights=swap(model_id))
-    return await train(c.orders, model_id, 1, steps)
-
-
-async def rollouts(c: Cluster, model_id: str = "rollouts", **fields: Any) -> None:
-    """A model that is sampled alone, parked; its own weights are others than the policy's."""
-    await c.orders.ok(deploy=deploy(model_id, role=m.MODEL_ROLE_ROLLOUT, **({"seed": 9} | fields)))
-
-
-def pull(
-    address: str, version: int, sequence: int = 1, model_id: str = "rollouts", source: str = "policy", **fields: Any
-) -> w.RunCallOrder:
-    spec = t.LoadCheckpointSpec(rollout=t.RolloutSource(model_id=source))
-    weights = w.WeightSource(address=address, model_id=source, weights_version=version)
-    return call(model_id, t.CallSpec(load_checkpoint=spec), sequence, weight_source=weights, **fields)
-
-
-def at(c: Cluster) -> str:
-    return c.daemon.server.address
-
-
-@contextlib.asynccontextmanager
-async def two(directory: Path, **changes: Any) -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """A worker to train on and one to sample on."""
-    async with (
-        cluster(directory / "trainer", name="trainer", **changes) as trainer,
-        cluster(directory / "sampler", name="sampler") as sampler,
-    ):
-        yield trainer, sampler
-
-
-async def held(c: Cluster, model_id: str) -> Any:
-    return next(d for d in (await c.status()).deployments if d.model_id == model_id)
 
 
 async def test_a_pulled_version_samples_as_the_policy_does_on_the_other_worker(tmp_path: Path) -> None:
@@ -239,40 +198,46 @@ async def test_two_jobs_that_pull_crosswise_both_get_there(tmp_path: Path) -> No
             assert tiers(await held(c, "rollouts")) == {ROLLOUT: (t.TIER_DEVICE, False)}
 
 
+async def test_weights_that_are_all_zero_need_no_bytes(tmp_path: Path) -> None:
+    table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
+    folder = tmp_path / "zeros"
+    folder.mkdir()
+    save_file({"table": table}, folder / "model.safetensors")
+    (folder / "config.json").write_text(fake_config())
+    base = m.ModelBase(catalogue="zeros")
+    async with cluster(tmp_path / "a", catalogue={"zeros": folder}) as a, cluster(tmp_path / "b") as b:
+        await a.orders.ok(deploy=deploy("policy", base=base))
+        parts = await parts_of(stream(a.channel, "policy", 0))
+        assert (len(parts), parts[0].header.is_zero, parts[0].header.size_bytes) == (1, True, 0)
+        await rollouts(b)
+        await b.orders.ok(run_call=pull(at(a), 0))
+        await a.orders.ok(swap_weights=swap("policy"))
+        assert await sampled(b, "rollouts", 1) == await sampled(a, "policy", 0)
+
+
 # What is refused.
 
 
-async def test_a_version_that_is_not_there_any_more_is_said_and_nothing_changes(tmp_path: Path) -> None:
+async def test_what_the_source_has_not_is_said_and_nothing_changes(tmp_path: Path) -> None:
     async with two(tmp_path) as (trainer, sampler):
         version = await policy(trainer)
         await rollouts(sampler)
-        for asked in (version - 1, version + 1):
-            report = await sampler.orders.do(run_call=pull(at(trainer), asked))
-            assert reason(report) == "VERSION_GONE"
-            assert str(asked) in report.finished.error.message
-        await sampler.orders.ok(swap_weights=swap("rollouts"))
-        await sampled(sampler, "rollouts", 0)
+        await rollouts(sampler, "other", config_json=fake_config(salt=1))
+        for order, expected, words in (
+            (pull(at(trainer), version - 1), "VERSION_GONE", str(version - 1)),
+            (pull(at(trainer), version + 1), "VERSION_GONE", str(version + 1)),
+            (pull(at(trainer), 1, source="nobody"), "PULL_FAILED", "NOT_DEPLOYED"),
+            (pull(at(trainer), version, model_id="other"), "CONDITIONS_DIFFER", "model configuration"),
+        ):
+            report = await sampler.orders.do(run_call=order)
+            assert reason(report) == expected
+            assert words in report.finished.error.message
+        for model_id in ("rollouts", "other"):
+            assert not (await held(sampler, model_id)).state_lost
+            await sampler.orders.ok(swap_weights=swap(model_id))
+            await sampled(sampler, model_id, 0)
+            await sampler.orders.ok(swap_weights=swap("", model_id))
         await sampler.orders.ok(run_call=pull(at(trainer), version))
-
-
-async def test_a_source_that_is_not_there_is_said_and_nothing_changes(tmp_path: Path) -> None:
-    async with two(tmp_path) as (trainer, sampler):
-        await rollouts(sampler)
-        report = await sampler.orders.do(run_call=pull(at(trainer), 1))
-        assert reason(report) == "PULL_FAILED"
-        assert "NOT_DEPLOYED" in report.finished.error.message
-        assert not (await held(sampler, "rollouts")).state_lost
-
-
-async def test_models_that_are_not_made_alike_are_refused_with_what_differs(tmp_path: Path) -> None:
-    async with two(tmp_path) as (trainer, sampler):
-        version = await policy(trainer)
-        await rollouts(sampler, config_json=fake_config(salt=1))
-        report = await sampler.orders.do(run_call=pull(at(trainer), version))
-        assert reason(report) == "CONDITIONS_DIFFER"
-        assert "model configuration" in report.finished.error.message
-        await sampler.orders.ok(swap_weights=swap("rollouts"))
-        await sampled(sampler, "rollouts", 0)
 
 
 async def test_roles_have_their_functions(tmp_path: Path) -> None:
@@ -316,52 +281,52 @@ async def test_what_cannot_be_a_source_is_refused(tmp_path: Path) -> None:
 # The source's side of the wire.
 
 
-def stream(c: Cluster, model_id: str, version: int, metadata: Any = METADATA) -> Any:
-    request = w.PullRequest(model_id=model_id, weights_version=version)
-    return worker_pb2_grpc.WeightServiceStub(c.channel).Pull(request, metadata=metadata)
-
-
-async def parts_of(stream: Any) -> list[w.PullResponse]:
-    return [part async for part in stream]
-
-
 @pytest.fixture(name="small_pieces")
 def small_pieces_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_serving, "PIECE_BYTES", 512)
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_a_swap_does_not_wait_for_who_reads_and_the_stream_goes_on(tmp_path: Path) -> None:
+async def test_a_swap_does_not_wait_for_who_reads_and_what_is_read_stays_the_same(tmp_path: Path) -> None:
     async with cluster(tmp_path, **TIGHT) as c:
         version = await policy(c)
-        expected = await parts_of(stream(c, "policy", version))
+        expected = await parts_of(stream(c.channel, "policy", version))
         assert len(expected) == 1 + WEIGHTS_BYTES // 512
-        slow = stream(c, "policy", version)
-        parts = [await slow.read() for _ in range(3)]
+        reading = c.daemon._weights.read("policy", version)
+        parts = [await anext(reading) for _ in range(3)]
         # The policy leaves the device, then host memory.
         for model_id in ("second", "third"):
             await c.orders.ok(deploy=deploy(model_id))
             await c.orders.ok(swap_weights=swap(model_id))
-        while (part := await slow.read()) is not aio.EOF:
-            parts.append(part)
+            parts.append(await anext(reading))
+        assert (await c.status()).tiers.spills > 0
+        parts.extend([part async for part in reading])
         assert parts == expected
 
 
-async def test_a_version_that_goes_while_it_is_read_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces that lie in the connection come; the weights are large enough that they do not all."""
-    monkeypatch.setattr(weight_serving, "PIECE_BYTES", 4)
+async def test_who_waits_for_the_device_hears_that_the_model_has_left_it(tmp_path: Path) -> None:
+    """The device's holder may wait for a peer that waits for these very weights."""
     async with cluster(tmp_path) as c:
         version = await policy(c)
-        await parts_of(stream(c, "policy", version))
-        serving = c.daemon._weights.read("policy", version)
-        header = await anext(serving)
-        assert header.header.size_bytes == WEIGHTS_BYTES
-        await anext(serving)
+        host = c.daemon._host
+        async with asyncio.timeout(20), host.device.lock:
+            reading = asyncio.ensure_future(anext(c.daemon._weights.read("policy", version)))
+            await asyncio.sleep(0)
+            assert host.device.lock.wanted
+            await host.park("policy", Journal())
+            assert (await reading).header.size_bytes == WEIGHTS_BYTES
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_a_version_that_goes_while_it_is_read_ends_the_stream(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        version = await policy(c)
+        reading = c.daemon._weights.read("policy", version)
+        for _ in range(2):
+            await anext(reading)
         await c.orders.ok(run_call=call("policy", sync(), version + 1))
         with pytest.raises(VersionGone):
-            await anext(serving)
+            await anext(reading)
 
 
 async def test_a_source_says_why_not(tmp_path: Path) -> None:
@@ -372,7 +337,7 @@ async def test_a_source_says_why_not(tmp_path: Path) -> None:
             ("policy", version + 1, grpc.StatusCode.FAILED_PRECONDITION, "VERSION_GONE"),
         ):
             with pytest.raises(aio.AioRpcError) as caught:
-                await parts_of(stream(c, model_id, asked))
+                await parts_of(stream(c.channel, model_id, asked))
             assert (caught.value.code(), reason_of(caught.value)) == (code, why)
 
 
@@ -386,239 +351,11 @@ async def test_damage_on_disk_is_found_before_a_byte_is_given(tmp_path: Path) ->
             content = bytearray(file.read_bytes())
             content[100] ^= 1
             file.write_bytes(content)
-        both = await asyncio.gather(*(parts_of(stream(c, "policy", version)) for _ in range(2)), return_exceptions=True)
-        for error in both:
+        both = [parts_of(stream(c.channel, "policy", version)) for _ in range(2)]
+        for error in await asyncio.gather(*both, return_exceptions=True):
             assert isinstance(error, aio.AioRpcError)
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "STATE_LOST")
         assert (await held(c, "policy")).state_lost
-
-
-# Peers that fail.
-
-
-class Peer(worker_pb2_grpc.WeightServiceServicer):
-    """Answers the first pulls as it is told, then gives what a source gave."""
-
-    def __init__(self, parts: Sequence[w.PullResponse], *answers: Any) -> None:
-        self.parts = list(parts)
-        self.answers = list(answers)
-        self.asked = 0
-        self.asked_twice = asyncio.Event()
-
-    async def Pull(self, request: w.PullRequest, context: Any) -> AsyncIterator[w.PullResponse]:
-        self.asked += 1
-        if self.asked == 2:
-            self.asked_twice.set()
-        answer = self.answers.pop(0) if self.answers else len(self.parts)
-        if isinstance(answer, grpc.StatusCode):
-            await context.abort(answer, "told to")
-        if isinstance(answer, asyncio.Event):
-            yield self.parts[0]
-            answer.set()
-            await asyncio.Event().wait()
-        for part in self.parts[:answer]:
-            yield part
-        if answer < len(self.parts):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "died")
-
-
-@contextlib.asynccontextmanager
-async def serving(peer: Peer) -> AsyncIterator[str]:
-    server = aio.server()
-    worker_pb2_grpc.add_WeightServiceServicer_to_server(peer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a source gives, and what it samples."""
-
-    header: w.WeightsHeader
-    data: bytes
-    version: int
-    sampled: tuple[list[int], list[float]]
-
-    def parts(self, size_bytes: int) -> list[w.PullResponse]:
-        pieces = [self.data[at : at + size_bytes] for at in range(0, len(self.data), size_bytes)]
-        return [w.PullResponse(header=self.header), *(w.PullResponse(data=piece) for piece in pieces)]
-
-
-@pytest.fixture(scope="module", name="given")
-def given_fixture(tmp_path_factory: pytest.TempPathFactory) -> Given:
-    async def ask() -> Given:
-        async with cluster(tmp_path_factory.mktemp("source")) as c:
-            version = await policy(c)
-            parts = await parts_of(stream(c, "policy", version))
-            data = b"".join(part.data for part in parts)
-            return Given(parts[0].header, data, version, await sampled(c, "policy", version))
-
-    return asyncio.run(ask())
-
-
-@contextlib.asynccontextmanager
-async def with_peer(
-    directory: Path, given: Given, *answers: Any, **changes: Any
-) -> AsyncIterator[tuple[Cluster, Peer, str]]:
-    """A worker with a model to fill, on its device; and a peer that has weights for it, in eight pieces."""
-    peer = Peer(given.parts(WEIGHTS_BYTES // 8), *answers)
-    async with serving(peer) as address, cluster(directory, **changes) as c:
-        await rollouts(c)
-        await c.orders.ok(swap_weights=swap("rollouts"))
-        yield c, peer, address
-
-
-async def test_a_torn_stream_is_asked_for_again_from_its_beginning(tmp_path: Path, given: Given) -> None:
-    unavailable = grpc.StatusCode.UNAVAILABLE
-    async with with_peer(tmp_path, given, unavailable, 0, 1, 4, unavailable) as (c, peer, address):
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert peer.asked == 6
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-async def test_a_peer_that_stays_dead_costs_nothing_but_the_pull(
-    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_pull, "PATIENCE_S", 0.2)
-    async with with_peer(tmp_path, given, *[4] * 100) as (c, peer, address):
-        before = await sampled(c, "rollouts", 0)
-        report = await c.orders.do(run_call=pull(address, given.version))
-        assert reason(report) == "PULL_FAILED"
-        assert "died" in report.finished.error.message
-        assert peer.asked > 1
-        status = await held(c, "rollouts")
-        assert (status.state_lost, status.weights_version, status.applied_sequence) == (False, 0, 0)
-        await c.orders.ok(swap_weights=swap("rollouts"))
-        assert await sampled(c, "rollouts", 0) == before
-        peer.answers.clear()
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-async def test_with_no_memory_to_spare_a_broken_pull_costs_the_state_and_says_so(
-    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_pull, "PATIENCE_S", 0.1)
-    async with with_peer(tmp_path, given, *[4] * 100, host_state_bytes=WEIGHTS_BYTES) as (c, peer, address):
-        report = await c.orders.do(run_call=pull(address, given.version))
-        assert reason(report) == "PULL_FAILED"
-        (status,) = report.deployments
-        assert (status.state_lost, status.host_image) == (True, False)
-        assert reason(await c.orders.do(run_call=call("rollouts", greedy()))) == "STATE_LOST"
-        peer.answers.clear()
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-async def test_a_flipped_bit_is_found_before_the_first_token(tmp_path: Path, given: Given) -> None:
-    async with with_peer(tmp_path, given) as (c, peer, address):
-        good = peer.parts[1]
-        data = bytearray(good.data)
-        data[100] ^= 4
-        peer.parts[1] = w.PullResponse(data=bytes(data))
-        report = await c.orders.do(run_call=pull(address, given.version))
-        assert reason(report) == "HOST_STATE_CORRUPT"
-        (status,) = report.deployments
-        assert status.state_lost
-        assert reason(await c.orders.do(run_call=call("rollouts", greedy()))) == "STATE_LOST"
-        peer.parts[1] = good
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-@pytest.mark.parametrize("change", ["longer", "size", "no header"])
-async def test_a_stream_that_is_not_what_it_says_changes_nothing(tmp_path: Path, given: Given, change: str) -> None:
-    async with with_peer(tmp_path, given) as (c, peer, address):
-        parts = list(peer.parts)
-        match change:
-            case "longer":
-                peer.parts.append(w.PullResponse(data=b"x"))
-            case "size":
-                peer.parts[0] = w.PullResponse()
-                peer.parts[0].CopyFrom(parts[0])
-                peer.parts[0].header.size_bytes += 1
-            case "no header":
-                del peer.parts[0]
-        report = await c.orders.do(run_call=pull(address, given.version))
-        assert reason(report) in ("PULL_FAILED", "INVALID_ARGUMENT", "CONDITIONS_DIFFER")
-        assert not (await held(c, "rollouts")).state_lost
-        peer.parts = parts
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-async def test_weights_that_are_all_zero_need_no_bytes(tmp_path: Path) -> None:
-    table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
-    folder = tmp_path / "zeros"
-    folder.mkdir()
-    from safetensors.numpy import save_file
-
-    save_file({"table": table}, folder / "model.safetensors")
-    (folder / "config.json").write_text(fake_config())
-    base = m.ModelBase(catalogue="zeros")
-    async with cluster(tmp_path / "a", catalogue={"zeros": folder}) as a, cluster(tmp_path / "b") as b:
-        await a.orders.ok(deploy=deploy("policy", base=base))
-        parts = await parts_of(stream(a, "policy", 0))
-        assert (len(parts), parts[0].header.is_zero, parts[0].header.size_bytes) == (1, True, 0)
-        await rollouts(b)
-        await b.orders.ok(run_call=pull(at(a), 0))
-        await a.orders.ok(swap_weights=swap("policy"))
-        assert await sampled(b, "rollouts", 1) == await sampled(a, "policy", 0)
-
-
-async def test_abort_ends_a_pull_whose_peer_says_nothing_more(tmp_path: Path, given: Given) -> None:
-    hanging = asyncio.Event()
-    async with with_peer(tmp_path, given, hanging) as (c, _, address):
-        order = pull(address, given.version)
-        running = await c.orders.send(run_call=order)
-        await hanging.wait()
-        await c.orders.ok(abort=w.AbortOrder(call=order.call))
-        assert reason(await c.orders.finished(running)) == "CANCELLED"
-        await c.orders.ok(swap_weights=swap("rollouts"))
-        await sampled(c, "rollouts", 0)
-        await c.orders.ok(run_call=pull(address, given.version))
-        assert await sampled(c, "rollouts", 1) == given.sampled
-
-
-async def test_abort_ends_a_pull_that_waits_to_ask_again(
-    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_pull, "PATIENCE_S", 600.0)
-    async with with_peer(tmp_path, given, *[grpc.StatusCode.UNAVAILABLE] * 10_000) as (c, peer, address):
-        order = pull(address, given.version)
-        running = await c.orders.send(run_call=order)
-        await peer.asked_twice.wait()
-        await c.orders.ok(abort=w.AbortOrder(call=order.call))
-        assert reason(await c.orders.finished(running)) == "CANCELLED"
-        await c.orders.ok(swap_weights=swap("rollouts"))
-        await sampled(c, "rollouts", 0)
-
-
-async def test_a_worker_that_stops_while_it_pulls_hands_the_call_back(tmp_path: Path, given: Given) -> None:
-    hanging = asyncio.Event()
-    async with with_peer(tmp_path, given, hanging) as (c, _, address):
-        running = await c.orders.send(run_call=pull(address, given.version))
-        await hanging.wait()
-        c.daemon.stop()
-        assert reason(await c.orders.finished(running)) == "SHUTTING_DOWN"
-
-
-async def test_an_engine_that_dies_as_the_weights_come_onto_the_device_costs_the_state(tmp_path: Path) -> None:
-    flag = tmp_path / "once"
-    config = fake_config({"function": "swap_in", "fault": "crash", "flag_file": str(flag)})
-    async with two(tmp_path) as (trainer, sampler):
-        version = await policy(trainer, config_json=config)
-        await rollouts(sampler, config_json=config)
-        flag.touch()
-        report = await sampler.orders.do(run_call=pull(at(trainer), version))
-        assert reason(report) == "ENGINE_DIED"
-        assert (await held(sampler, "rollouts")).state_lost
-        await sampler.orders.ok(run_call=pull(at(trainer), version))
-        assert await sampled(sampler, "rollouts", 1) == await sampled(trainer, "policy", version)
 
 
 async def test_an_engine_that_dies_as_it_writes_weights_back_is_said_to_who_asked(tmp_path: Path) -> None:
@@ -628,11 +365,11 @@ async def test_an_engine_that_dies_as_it_writes_weights_back_is_said_to_who_aske
         version = await policy(c, config_json=config)
         flag.touch()
         with pytest.raises(aio.AioRpcError) as caught:
-            await parts_of(stream(c, "policy", version))
+            await parts_of(stream(c.channel, "policy", version))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await c.orders.report(lambda report: any(d.state_lost for d in report.deployments))
         with pytest.raises(aio.AioRpcError) as caught:
-            await parts_of(stream(c, "policy", version))
+            await parts_of(stream(c.channel, "policy", version))
         assert reason_of(caught.value) == "STATE_LOST"
 
 
@@ -643,5 +380,33 @@ async def test_a_worker_of_another_cluster_is_given_nothing(tmp_path: Path) -> N
     async with two(tmp_path) as (trainer, _):
         version = await policy(trainer)
         with pytest.raises(aio.AioRpcError) as caught:
-            await parts_of(stream(trainer, "policy", version, metadata=(("authorization", "Bearer other"),)))
+            await parts_of(stream(trainer.channel, "policy", version, metadata=(("authorization", "Bearer other"),)))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_workers_talk_mutual_tls_to_each_other(tmp_path: Path) -> None:
+    """G23: a peer with a certificate of another authority, or none, is given nothing and gives nothing."""
+    for folder, name in (("ours", "a"), ("ours", "b"), ("others", "c")):
+        await asyncio.to_thread(
+            subprocess.run,
+            [str(ISSUE), str(tmp_path / folder), name, "127.0.0.1"],
+            check=True,
+            capture_output=True,
+        )
+    files = {
+        name: TlsFiles(*(tmp_path / folder / file for file in (f"{name}.pem", f"{name}.key", "ca.pem")))
+        for folder, name in (("ours", "a"), ("ours", "b"), ("others", "c"))
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        a, b, c = [
+            await stack.enter_async_context(cluster(tmp_path / name, name=name, tls=files[name])) for name in files
+        ]
+        version = await policy(a)
+        for stranger in (aio.insecure_channel(at(a)), open_channel(c.daemon.settings, at(a))):
+            async with stranger:
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await parts_of(stream(stranger, "policy", version))
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await rollouts(b)
+        await b.orders.ok(run_call=pull(at(a), version))
+        assert await sampled(b, "rollouts", 1) == await sampled(a, "policy", version)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import structlog
 
-from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker import machine
+from plexrl_worker import machine, statuses
 from plexrl_worker.checkpoints import CheckpointStore
 from plexrl_worker.deployment import Deployment, HostState
 from plexrl_worker.device import Device
@@ -35,7 +34,7 @@ from plexrl_worker.errors import (
 from plexrl_worker.journal import Journal
 from plexrl_worker.parked_files import DiskCopy, Interrupted, ParkedFiles
 from plexrl_worker.preloads import Preloads
-from plexrl_worker.residency import Copies, Residency
+from plexrl_worker.residency import Residency
 from plexrl_worker.settings import WorkerSettings
 from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import EngineSupervisor
@@ -148,33 +147,9 @@ class ModelHost:
         deployment = self._deployments.get(model_id)
         self.revision += 1
         if deployment is None:
-            return _status_of_kept(model_id, self._kept.get(model_id), self.revision)
-        return r.DeploymentStatus(
-            model_id=model_id,
-            residency=[
-                m.ComponentResidency(
-                    component=name,
-                    tier=self._tier(model_id, copies),
-                    dirty=copies.dirty,
-                    size_bytes=copies.size_bytes,
-                )
-                for name, copies in self.residency.components(model_id).items()
-            ],
-            weights_version=deployment.weights_version,
-            applied_sequence=deployment.applied_sequence,
-            state_lost=deployment.state_lost,
-            host_image=deployment.state_lost and deployment.host_state is not None,
-            host_image_sequence=deployment.host_state.applied_sequence if deployment.host_state else 0,
-            host_image_weights_version=deployment.host_state.weights_version if deployment.host_state else 0,
-            revision=self.revision,
-        )
-
-    def _tier(self, model_id: str, copies: Copies) -> t.Tier.ValueType:
-        if copies.on_device:
-            return t.TIER_DEVICE
-        if not copies.parked:
-            return t.TIER_ABSENT
-        return t.TIER_DISK if self.tiers.on_disk_only(model_id) else t.TIER_HOST
+            return statuses.of_kept(model_id, self._kept.get(model_id), self.revision)
+        on_disk = self.tiers.on_disk_only(model_id)
+        return statuses.of_deployment(deployment, self.residency.components(model_id), self.revision, on_disk=on_disk)
 
     def unsaved(self) -> bool:
         """Whether this worker's end would cost state: its own disk may not hold all."""
@@ -512,13 +487,3 @@ class ModelHost:
             job_id=charged_to or deployment.job_id,
             model_id=deployment.model_id,
         )
-
-
-def _status_of_kept(model_id: str, copy: DiskCopy | None, revision: int) -> r.DeploymentStatus:
-    """A model that is not deployed: not here, or only as what an earlier life parked."""
-    status = r.DeploymentStatus(model_id=model_id, revision=revision)
-    if copy is not None:
-        status.state_lost = status.host_image = True
-        status.host_image_sequence = copy.facts.applied_sequence
-        status.host_image_weights_version = copy.facts.weights_version
-    return status

@@ -120,7 +120,8 @@ class WeightServing:
         except NotDeployed as error:
             raise SourceNotDeployed(error.message) from error
         except HostStateCorrupt as error:
-            if (deployment := self._host.find(model_id)) is not None:
+            deployment = self._host.find(model_id)
+            if deployment is not None and not deployment.state_lost:
                 journal = Journal()
                 self._host.corrupt(deployment, journal)
                 self._tell(journal)
