@@ -88,7 +88,7 @@ class Job:
         """Creates a model and returns at once: its worker builds it meanwhile, and calls queue.
 
         precision: of the rollout weights and the trainer's compute; master weights are float32. role "reference" is
-        frozen (generate and score only); "rollout" samples on another worker than the policy's: it holds rollout weights
+        frozen (generate and score only); "rollout" samples on another worker than the policy's: it has rollout weights
         alone, its base's until `pull_weights`. max_sequence_tokens: prompt and completion together, 0 means the
         configuration's. micro_batch_tokens: most tokens in one forward pass of the trainer, 0 means the worker's
         default. lora: adapters over a frozen base are trained instead of all parameters.

@@ -1,4 +1,4 @@
-"""Real vLLM on two workers: a policy trains on one, its rollouts sample on the other, with equal weights bit for bit."""
+"""Real vLLM on two workers: a policy trains on one, its rollouts sample on the other, with the very same weights."""
 
 import os
 import signal
