@@ -94,7 +94,7 @@ async def test_what_was_synced_is_sampled_elsewhere() -> None:
 
 
 async def test_a_pull_waits_for_its_version_and_the_next_version_for_the_pull() -> None:
-    """Three in a row, all submitted at once: each version is sampled, none is passed over."""
+    """G06. Three in a row, all submitted at once: each version is sampled, none is passed over."""
     async with pair() as both:
         pulls = []
         for _ in range(3):

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker import weight_serving
+from plexrl_worker import weight_pull, weight_serving
 from plexrl_worker.channel import open_channel
 from plexrl_worker.errors import VersionGone
 from plexrl_worker.journal import Journal
@@ -218,14 +218,17 @@ async def test_weights_that_are_all_zero_need_no_bytes(tmp_path: Path) -> None:
 # What is refused.
 
 
-async def test_what_the_source_has_not_is_said_and_nothing_changes(tmp_path: Path) -> None:
+async def test_what_the_source_has_not_is_said_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_pull, "PATIENCE_S", 0.1)
     async with two(tmp_path) as (trainer, sampler):
         version = await policy(trainer)
         await rollouts(sampler)
         await rollouts(sampler, "other", config_json=fake_config(salt=1))
         for order, expected, words in (
             (pull(at(trainer), version - 1), "VERSION_GONE", str(version - 1)),
-            (pull(at(trainer), version + 1), "VERSION_GONE", str(version + 1)),
+            (pull(at(trainer), version + 1), "PULL_FAILED", str(version + 1)),
             (pull(at(trainer), 1, source="nobody"), "PULL_FAILED", "NOT_DEPLOYED"),
             (pull(at(trainer), version, model_id="other"), "CONDITIONS_DIFFER", "model configuration"),
         ):
@@ -265,7 +268,6 @@ async def test_what_cannot_be_a_source_is_refused(tmp_path: Path) -> None:
         pull("dns:///127.0.0.1:1", 1),
         pull("10.0.0.1:7001", 1),
         pull("127.0.0.1:1", 1, source="rollouts"),
-        call("rollouts", t.CallSpec(load_checkpoint=no_source), 1),
         other_version,
     ]
     async with cluster(tmp_path) as c:
@@ -275,6 +277,8 @@ async def test_what_cannot_be_a_source_is_refused(tmp_path: Path) -> None:
             report = await c.orders.do(run_call=order)
             assert reason(report) == "INVALID_ARGUMENT", order
             assert "weight_source" in report.finished.error.message
+        report = await c.orders.do(run_call=call("rollouts", t.CallSpec(load_checkpoint=no_source), 1))
+        assert reason(report) == "VERSION_GONE"
         await sampled(c, "rollouts", 0)
 
 
@@ -330,11 +334,14 @@ async def test_a_version_that_goes_while_it_is_read_ends_the_stream(tmp_path: Pa
 
 
 async def test_a_source_says_why_not(tmp_path: Path) -> None:
+    """G06: never another version than the one that is asked for."""
     async with cluster(tmp_path) as c:
         version = await policy(c, steps=1)
         for model_id, asked, code, why in (
             ("nobody", 0, grpc.StatusCode.NOT_FOUND, "NOT_DEPLOYED"),
-            ("policy", version + 1, grpc.StatusCode.FAILED_PRECONDITION, "VERSION_GONE"),
+            ("policy", version - 1, grpc.StatusCode.FAILED_PRECONDITION, "VERSION_GONE"),
+            # Perhaps it is being restored, and will be there again.
+            ("policy", version + 1, grpc.StatusCode.UNAVAILABLE, "SOURCE_BUSY"),
         ):
             with pytest.raises(aio.AioRpcError) as caught:
                 await parts_of(stream(c.channel, model_id, asked))
