@@ -1,7 +1,8 @@
 """Agents that learn how long an operation takes from what they saw: intervals, never exact times.
 
 A look in vain at a and a successful one at b say only a < T <= b. What the next schedule is planned on is a histogram
-over logarithmic bins of time, and `estimates` has two ways to come by it. What came before a drift is forgotten.
+over logarithmic bins of time, and `estimates` and `mixtures` have ways to come by it. What came before a drift is
+forgotten, once it is clear that there was one.
 
 Knows the interface, estimates and dynamic programming; knows no laws.
 """
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plexrl.waiting.agents.estimates import BayesianGamma, Estimate, Interval, SmoothedTurnbull, grid
+from plexrl.waiting.agents.estimates import BayesianGamma, Estimate, Interval, coverage, grid
 from plexrl.waiting.agents.interface import Action, History, Observation, Record, wait_by
+from plexrl.waiting.agents.mixtures import EmpiricalEstimate
 from plexrl.waiting.dynamic_programming import best_looks
 from plexrl.waiting.laws import FloatArray
 
@@ -60,31 +62,64 @@ class DriftDetector:
 
 
 @dataclass
+class _Regime:
+    """A law that may be in force: what was seen of it and what it is thought to be."""
+
+    estimate: Estimate
+    intervals: list[Interval] = field(default_factory=list)
+
+    def add(self, interval: Interval) -> None:
+        self.intervals.append(interval)
+        self.estimate.add(interval)
+
+
+@dataclass
 class _Memory:
     """What a learner holds of one operation."""
 
-    estimate: Estimate
+    regime: _Regime
+    former: _Regime | None = None
+    """The one before the last alarm, until it is clear whether that was a false one."""
+    lead: float = 0.0
+    """Logarithm of the odds for `regime` against `former`."""
+    undecided: int = 0
+    """Observations since the alarm."""
     seen: int = 0
-    intervals: list[Interval] = field(default_factory=list)
     detector: DriftDetector = field(default_factory=DriftDetector)
     looks_s: tuple[float, ...] | None = None
+
+    def mass(self) -> FloatArray:
+        if self.former is None:
+            return self.regime.estimate.mass()
+        share = 1 / (1 + float(np.exp(-self.lead)))
+        return share * self.regime.estimate.mass() + (1 - share) * self.former.estimate.mass()
+
+    def compete(self, former: _Regime, interval: Interval, edges: FloatArray) -> None:
+        """Takes an interval while two laws are possible; the one that foretells better stays."""
+        seen = coverage(edges, interval)
+        chances = []
+        for regime in (self.regime, former):
+            mass = regime.estimate.mass()
+            chances.append(float(seen @ np.append(mass, max(1 - float(mass.sum()), 0.0))) + DriftDetector.LEAST)
+            regime.add(interval)
+        self.lead += float(np.log(chances[0] / chances[1]))
+        self.undecided += 1
+        if abs(self.lead) > _CLEAR or self.undecided >= _LONGEST_UNDECIDED:
+            self.regime, self.former = (self.regime if self.lead > 0 else former), None
 
 
 class Learner:
     """Follows the schedule that is best under its estimate.
 
-    With `probes`, now and then, and ever more seldom, it looks twice where no schedule would: inside the stretch in
-    which it expects the end and has not seen what happens. A learner that only does what seems best may never find out
-    that an operation sometimes finishes long before its first look.
+    One with an empirical estimate also looks where no schedule would, if that tells enough: a learner that only does
+    what seems best may never find out that an operation sometimes finishes long before its first look, or in which part
+    of a long stretch between two looks it does.
     """
 
-    def __init__(
-        self, name: str, estimate: Callable[[FloatArray], Estimate], *, forgets: bool = True, probes: bool = False
-    ) -> None:
+    def __init__(self, name: str, estimate: Callable[[FloatArray], Estimate], *, forgets: bool = True) -> None:
         self.name = name
         self._new_estimate = estimate
         self._forgets = forgets
-        self._probes = probes
         self._memories: dict[str, _Memory] = {}
 
     def act(self, observation: Observation, history: History) -> Action:
@@ -95,57 +130,50 @@ class Learner:
         operation = observation.operation
         edges = grid(operation.deadline_s)
         if operation.name not in self._memories:
-            self._memories[operation.name] = _Memory(self._new_estimate(edges))
+            self._memories[operation.name] = _Memory(_Regime(self._new_estimate(edges)))
         memory = self._memories[operation.name]
         self._catch_up(memory, edges, history.get(operation.name, ()))
         if memory.looks_s is None:
-            mass = memory.estimate.mass()
-            looks, _ = best_looks(edges, mass, (edges[:-1] + edges[1:]) / 2, observation.costs)
-            if self._probes and len(memory.intervals) in _PROBES:
-                looks = probed(edges, mass, looks, len(memory.intervals))
+            looks, expected = best_looks(edges, memory.mass(), (edges[:-1] + edges[1:]) / 2, observation.costs)
+            estimate, count = memory.regime.estimate, len(memory.regime.intervals)
+            if memory.former is None and isinstance(estimate, EmpiricalEstimate) and count in _PROBES:
+                looks = estimate.probed(looks, expected, observation.costs, _PROBING_LOOKS)
             memory.looks_s = tuple(looks.tolist())
         return memory.looks_s
 
     def _catch_up(self, memory: _Memory, edges: FloatArray, records: Sequence[Record]) -> None:
         for record in records[memory.seen :]:
             interval = Interval(record.after_s, record.by_s)
-            fresh = 0
-            if self._forgets and len(memory.intervals) >= _BEFORE_DRIFT:
-                fresh = memory.detector.update(interval, edges, memory.estimate.mass())
-            memory.intervals.append(interval)
-            if fresh:
-                memory.intervals = memory.intervals[-fresh:]
-                memory.estimate = self._new_estimate(edges)
-                for kept in memory.intervals:
-                    memory.estimate.add(kept)
-            else:
-                memory.estimate.add(interval)
             memory.looks_s = None
+            if memory.former is not None:
+                memory.compete(memory.former, interval, edges)
+                continue
+            fresh = 0
+            if self._forgets and len(memory.regime.intervals) >= _BEFORE_DRIFT:
+                fresh = memory.detector.update(interval, edges, memory.regime.estimate.mass())
+            memory.regime.add(interval)
+            if fresh:
+                memory.former, memory.lead, memory.undecided = memory.regime, _ALARMED, 0
+                memory.regime = _Regime(self._new_estimate(edges))
+                for kept in memory.former.intervals[-fresh:]:
+                    memory.regime.add(kept)
         memory.seen = len(records)
 
 
 _BEFORE_DRIFT = 8  # observations that make an estimate worth defending
+_ALARMED = 2.0  # nats: odds of 7 to 1 for a new law once the detector says so
+_CLEAR = 4.0  # odds of 55 to 1
+_LONGEST_UNDECIDED = 20  # observations: where both foretell alike it matters little, and the next drift may come
 
-# Numbers of observations after which it probes: often while that pays, then each time there are twice as many.
-_PROBES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 24, 28} | {56 * 2**k for k in range(8)})
+# Numbers of observations after which it may probe: nearly always while an operation is new, then each time there are
+# twice as many. What is left out keeps the cost of the first ten waits down.
+_PROBES = frozenset({*range(1, 29)} - {7, 9} | {56 * 2**k for k in range(8)})
 _PROBING_LOOKS = 2
-_GOLDEN = 0.6180339887498949
-
-
-def probed(edges: FloatArray, mass: FloatArray, looks: FloatArray, count: int) -> FloatArray:
-    """The schedule with two looks more, each in the stretch that is then likeliest, at ever other places in it."""
-    below = np.concatenate(([0.0], np.cumsum(mass)))
-    for number in range(_PROBING_LOOKS):
-        ends = np.concatenate(([0.0], looks, [edges[-1]]))
-        stretch = int(np.argmax(np.diff(np.interp(ends, edges, below))))
-        part = 0.2 + 0.6 * (((3 * count + number) * _GOLDEN) % 1.0)
-        looks = np.sort(np.append(looks, ends[stretch] + part * (ends[stretch + 1] - ends[stretch])))
-    return looks
 
 
 def empirical_quantiles(name: str = "empirical", *, forgets: bool = True) -> Learner:
-    """Assumes no family: smoothed empirical quantiles of the censored times."""
-    return Learner(name, SmoothedTurnbull, forgets=forgets, probes=True)
+    """Quantiles of the censored times; assumes no family, and believes in one hump or two where that foretells well."""
+    return Learner(name, EmpiricalEstimate, forgets=forgets)
 
 
 def bayesian_gamma(name: str = "bayes-gamma", *, forgets: bool = True) -> Learner:
