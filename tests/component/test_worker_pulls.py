@@ -106,6 +106,14 @@ async def with_peer(
         yield c, peer, address
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that no test needs to wait for, and patience that a slow machine does not wear out."""
+    monkeypatch.setattr(weight_pull, "_FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(weight_pull, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(weight_pull, "PATIENCE_S", 600.0)
+
+
 async def test_a_torn_stream_is_asked_for_again_from_its_beginning(tmp_path: Path, given: Given) -> None:
     unavailable = grpc.StatusCode.UNAVAILABLE
     async with with_peer(tmp_path, given, unavailable, 0, 1, 4, unavailable) as (c, peer, address):
@@ -198,10 +206,7 @@ async def test_abort_ends_a_pull_whose_peer_says_nothing_more(tmp_path: Path, gi
         assert await sampled(c, "rollouts", 1) == given.sampled
 
 
-async def test_abort_ends_a_pull_that_waits_to_ask_again(
-    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_pull, "PATIENCE_S", 600.0)
+async def test_abort_ends_a_pull_that_waits_to_ask_again(tmp_path: Path, given: Given) -> None:
     async with with_peer(tmp_path, given, *[grpc.StatusCode.UNAVAILABLE] * 10_000) as (c, peer, address):
         order = pull(address, given.version)
         running = await c.orders.send(run_call=order)
