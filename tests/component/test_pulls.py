@@ -207,6 +207,28 @@ async def test_rollouts_that_died_when_their_version_was_gone_say_so_and_take_th
         assert both.sampled_from() == (1, 2)
 
 
+async def test_a_pull_of_a_version_that_is_given_up_fails_and_the_next_works() -> None:
+    async with pair() as both:
+        both.leader.worker.fail_next["optim_step"] = (3, "NON_FINITE")
+        await both.submit(both.policy, specs.optim_step())
+        await both.sync()
+        pull, behind = await both.pull(), await both.generate()
+        await both.work()
+        for call_id in (pull, behind):
+            reason = both.leader.call(call_id).reason
+            assert (both.state(call_id), reason) == (CallState.FAILED, CallReason.PREDECESSOR_FAILED)
+        core = both.leader.core
+        for model in (both.policy, both.rollouts):
+            next_sequence = await models.resume_sequence(
+                core, both.leader.key("resume"), core.ledger.models[model.model_id]
+            )
+            both.sequences[model.model_id] = next_sequence - 1
+        await both.sync()
+        pull, behind = await both.pull(), await both.generate()
+        await both.work()
+        assert both.state(pull) is both.state(behind) is CallState.SUCCEEDED
+
+
 async def test_a_pull_of_a_model_that_goes_fails() -> None:
     async with pair() as both:
         await both.sync()

@@ -253,6 +253,13 @@ class Ledger:
         index = self.calls_of_model.get(model_id, ModelCalls())
         return [self.calls[c] for c in (*index.sequenced.values(), *index.generates)]
 
+    def waiting_for_version(self, model_id: ModelId, least: int) -> list[Call]:
+        """Pending calls that need a version of the model from `least` on: its generates, and loads of it elsewhere."""
+        index = self.calls_of_model.get(model_id, ModelCalls())
+        needed = {**index.generates, **self.pulls_of_model.get(model_id, {})}
+        waiting = [self.calls[call_id] for call_id, version in needed.items() if version >= least]
+        return [call for call in waiting if call.state is CallState.PENDING]
+
     def log(self, model_id: ModelId) -> ReplayLog:
         """A model's calls that can be executed again."""
         log = self.logs.get(model_id)
