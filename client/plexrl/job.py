@@ -27,9 +27,13 @@ HEARTBEATS_PER_LEASE = 3.0
 HURRIED_FINISH_S = 5.0
 
 Precision = Literal["float32", "bfloat16"]
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "rollout"]
 _PRECISIONS = {"float32": m.PRECISION_FLOAT32, "bfloat16": m.PRECISION_BFLOAT16}
-_ROLES = {"policy": m.MODEL_ROLE_POLICY, "reference": m.MODEL_ROLE_REFERENCE}
+_ROLES = {
+    "policy": m.MODEL_ROLE_POLICY,
+    "reference": m.MODEL_ROLE_REFERENCE,
+    "rollout": m.MODEL_ROLE_ROLLOUT,
+}
 
 
 class Job:
@@ -84,7 +88,8 @@ class Job:
         """Creates a model and returns at once: its worker builds it meanwhile, and calls queue.
 
         precision: of the rollout weights and the trainer's compute; master weights are float32. role "reference" is
-        frozen (generate and score only). max_sequence_tokens: prompt and completion together, 0 means the
+        frozen (generate and score only); "rollout" samples on another worker than the policy's: it has rollout weights
+        alone, its base's until `pull_weights`. max_sequence_tokens: prompt and completion together, 0 means the
         configuration's. micro_batch_tokens: most tokens in one forward pass of the trainer, 0 means the worker's
         default. lora: adapters over a frozen base are trained instead of all parameters.
         """

@@ -281,6 +281,26 @@ class Model:
         future = self._submit(t.CallSpec(load_checkpoint=spec), tags, timeout_s)
         return cast("CallFuture[results.LoadCheckpoint]", future)
 
+    @CallFunction
+    def pull_weights(
+        self,
+        policy: "Model",
+        *,
+        tags: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> CallFuture[results.LoadCheckpoint]:
+        """Takes the rollout weights of a policy of the job, from its worker to this model's, of role "rollout".
+
+        They are those of the newest `sync_weights` of the policy that was submitted before this, and become a version
+        of this model; the result names both. A later `sync_weights` of the policy waits until they are here
+        (in_flight="drain") or has this end with VersionGone. After StateLost, pull again.
+        """
+        source = t.RolloutSource(model_id=policy.model_id)
+        spec = t.CallSpec(load_checkpoint=t.LoadCheckpointSpec(rollout=source))
+        if self._counter.hole is not None:
+            self._counter.reset(self._describe().next_sequence)
+        return cast("CallFuture[results.LoadCheckpoint]", self._submit(spec, tags, timeout_s))
+
     def _submit(
         self, spec: t.CallSpec, tags: Mapping[str, str] | None, timeout_s: float | None
     ) -> CallFuture[results.Result]:

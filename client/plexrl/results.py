@@ -104,10 +104,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class LoadCheckpoint:
-    """Outcome of `load_checkpoint`: version of the rollout weights from now on, optimizer steps in the state."""
+    """Outcome of `load_checkpoint` and `pull_weights`: version of the rollout weights from now on.
+
+    step: optimizer steps in the state; 0 of pulled weights. source_version: of pulled weights, the policy's version.
+    """
 
     weights_version: int
     step: int
+    source_version: int = 0
 
 
 Result = Completions | Scores | ForwardBackward | OptimStep | SyncWeights | Checkpoint | LoadCheckpoint
@@ -147,7 +151,8 @@ def decode(result: t.CallResult) -> Result:
         case "save_checkpoint":
             return checkpoint(result.save_checkpoint.checkpoint)
         case "load_checkpoint":
-            return LoadCheckpoint(result.load_checkpoint.weights_version, result.load_checkpoint.step)
+            loaded = result.load_checkpoint
+            return LoadCheckpoint(loaded.weights_version, loaded.step, loaded.source_version)
         case None:
             raise WireError("result.outcome: not set; the server may be newer than this client: upgrade it")
         case _:

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from plexrl import wire
-from plexrl.v1 import model_pb2, types_pb2, worker_pb2
+from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from tests.support import worker_daemon as wd
 from tests.support.declared_statuses import judge
 from tests.support.fuzz_messages import broken_bytes, mutated, new
@@ -38,7 +38,7 @@ METHODS: list[MethodDescriptor] = [
     method for name in SERVICES for method in worker_pb2.DESCRIPTOR.services_by_name[name].methods
 ]
 ACTIONS = [field.name for field in worker_pb2.Order.DESCRIPTOR.oneofs_by_name["action"].fields]
-CANARY, VICTIM = "canary", "victim"
+CANARY, VICTIM, SAMPLER = "canary", "victim", "sampler"
 RPC_LIMIT_S = 60.0
 
 T = TypeVar("T")
@@ -86,7 +86,8 @@ class Target:
         written = await orders.ok(snapshot=worker_pb2.SnapshotOrder(model_id=VICTIM, snapshot_id=self.snapshot_id))
         self.manifest = written.finished.snapshot.manifest_sha256
         self.last_call = saved.call
-        self.ids = [VICTIM, "tiny", self.checkpoint_id, self.snapshot_id, self.manifest, saved.call.call_id]
+        names = [VICTIM, SAMPLER, self.cluster.daemon.server.address, "tiny"]
+        self.ids = [*names, self.checkpoint_id, self.snapshot_id, self.manifest, saved.call.call_id]
 
     async def _mend(self) -> None:
         """The victim is there, whatever was done to it; the stream is of the newest term that anybody told."""
@@ -95,12 +96,14 @@ class Target:
             await self.cluster.orders.close()
             await self.cluster.reopen(self.status.leader_term)
         held = {deployment.model_id: deployment for deployment in self.status.deployments}
-        for stranger in held.keys() - {CANARY, VICTIM}:
+        for stranger in held.keys() - {CANARY, VICTIM, SAMPLER}:
             await self.cluster.orders.ok(drop=worker_pb2.DropOrder(model_id=stranger))
-        if VICTIM not in held or held[VICTIM].state_lost:
-            await self.cluster.orders.do(drop=worker_pb2.DropOrder(model_id=VICTIM))
-            await self.cluster.orders.ok(deploy=wd.deploy(VICTIM))
-            self.status = await self.cluster.status()
+        good = {VICTIM: wd.deploy(VICTIM), SAMPLER: wd.deploy(SAMPLER, role=model_pb2.MODEL_ROLE_ROLLOUT)}
+        for model_id, deploy in good.items():
+            if model_id not in held or held[model_id].state_lost:
+                await self.cluster.orders.do(drop=worker_pb2.DropOrder(model_id=model_id))
+                await self.cluster.orders.ok(deploy=deploy)
+                self.status = await self.cluster.status()
 
     def good(self, method: MethodDescriptor, action: str, spec: types_pb2.CallSpec) -> Message:
         """A request that makes sense; `action` is what an order asks for, `spec` what its call does."""
@@ -120,6 +123,8 @@ class Target:
                 message.batch.CopyFrom(wire.token_batch([[1], [1, 0]]))
             case model_pb2.ExportCheckpointRequest():
                 message.checkpoint_id = self.checkpoint_id
+            case worker_pb2.PullRequest():
+                message.model_id, message.weights_version = VICTIM, self._held(VICTIM).weights_version
             case _:
                 pass
         return message
@@ -155,11 +160,20 @@ class Target:
                 raise AssertionError(f"no good order of {action}")
         return order
 
+    def _held(self, model_id: str) -> registry_pb2.DeploymentStatus:
+        return next(d for d in self.status.deployments if d.model_id == model_id)
+
     def _call(self, spec: types_pb2.CallSpec) -> worker_pb2.RunCallOrder:
-        held = next(d for d in self.status.deployments if d.model_id == VICTIM)
+        pulls = spec.load_checkpoint.HasField("rollout")
+        held = self._held(SAMPLER if pulls else VICTIM)
         generates = spec.HasField("generate")
-        order = wd.call(VICTIM, spec, 0 if generates else held.applied_sequence + 1, call_id=f"c-{next(self._names)}")
+        sequence = 0 if generates else held.applied_sequence + 1
+        order = wd.call(held.model_id, spec, sequence, call_id=f"c-{next(self._names)}")
         order.after_sequence, order.weights_version = held.applied_sequence, held.weights_version
+        if pulls:
+            source = order.weight_source
+            source.address = self.cluster.daemon.server.address
+            source.model_id, source.weights_version = VICTIM, self._held(VICTIM).weights_version
         if spec.HasField("save_checkpoint"):
             order.new_checkpoint_id = wd.new_checkpoint_id()
         self.last_call = order.call
@@ -232,7 +246,12 @@ def judge_report(report: worker_pb2.Report) -> None:
     assert len(error.message) >= 8, report
 
 
-GOOD_SPECS = [wd.generate(), wd.score(), wd.forward_backward(), wd.optim_step(), wd.sync(), wd.save("x"), wd.load()]
+PULL = types_pb2.CallSpec(
+    load_checkpoint=types_pb2.LoadCheckpointSpec(rollout=types_pb2.RolloutSource(model_id=VICTIM))
+)
+GOOD_SPECS = [
+    wd.generate(), wd.score(), wd.forward_backward(), wd.optim_step(), wd.sync(), wd.save("x"), wd.load(), PULL,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", name="target")
@@ -285,3 +304,8 @@ def test_good_orders_are_obeyed(target: Target) -> None:
     for action in ACTIONS:
         response = target.do(target.run_order(target.order(action, wd.score())))
         assert not response.report.finished.error.code, (action, response)
+    response = target.do(target.run_order(target.order("run_call", PULL)))
+    assert response.report.finished.result.HasField("load_checkpoint"), response
+    pull = next(method for method in METHODS if method.name == "Pull")
+    good = target.good(pull, "", PULL)
+    assert target.do(target.ask(pull, good.SerializeToString())) == ("OK", "")

@@ -84,13 +84,6 @@ async def test_grpcurl_lists_describes_and_calls_with_the_token_only(tmp_path: P
         assert "plexrl" not in refused.stdout
 
 
-async def test_weights_between_workers_are_not_offered(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as c:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await worker_pb2_grpc.WeightServiceStub(c.channel).Pull(w.PullRequest(), metadata=METADATA).read()
-        assert caught.value.code() is StatusCode.UNIMPLEMENTED
-
-
 async def test_status_tells_engines_models_and_bytes(tmp_path: Path) -> None:
     async with cluster(tmp_path) as c:
         await c.orders.ok(deploy=deploy("m1"))

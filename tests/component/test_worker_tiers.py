@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.parked_files import ParkedFiles
 from tests.support.worker_daemon import (
     STATE_BYTES,
     Cluster,
@@ -292,3 +294,30 @@ async def test_an_engine_that_keeps_memory_after_a_swap_is_replaced_and_no_state
                 assert engine.resident_bytes < 250 * 2**20
         assert len(set(pids)) >= 3
         assert (await c.status()).tiers.engines_replaced == len(set(pids)) - 1
+
+
+async def test_a_swap_waits_for_the_prefetch_that_fills_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G08: what is half read is not used."""
+    async with worker(tmp_path, host_state_bytes=TWO_STATES) as c:
+        expected = await trained(c, "m0", "m1", "m2")
+        await c.orders.ok(swap_weights=swap("", "m2"))
+        await quiet(c)
+        assert await tier_of(c, "m0") == t.TIER_DISK
+        begun = threading.Event()
+        read, places = ParkedFiles.read, c.daemon._host.tiers
+
+        def read_once_wanted(self: ParkedFiles, copy: Any, memory_fd: int, stop: Any) -> None:
+            begun.set()
+            limit_s = time.monotonic() + 5
+            while not places._wanted and time.monotonic() < limit_s:
+                time.sleep(0.002)
+            read(self, copy, memory_fd, stop)
+
+        monkeypatch.setattr(ParkedFiles, "read", read_once_wanted)
+        prefetching = await c.orders.send(prefetch=prefetch("m0"))
+        assert await asyncio.to_thread(begun.wait, 20)
+        await c.orders.ok(swap_weights=swap("m0"))
+        assert await scores(c.orders, "m0", await applied(c, "m0") + 1) == expected["m0"]
+        assert not reason(await c.orders.finished(prefetching))

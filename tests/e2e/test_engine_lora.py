@@ -46,6 +46,15 @@ class TestLora(EngineConformance):
     # An adapter's base is the engine's: another, or a directory, is for another engine (below).
     test_a_checkpoint_serves_as_a_base = None  # type: ignore[assignment]
     test_a_directory_without_weights_is_no_base = None  # type: ignore[assignment]
+    # An adapter is not sampled alone: it is refused (below).
+    test_its_state_is_its_rollout_weights_and_they_are_the_bases = None  # type: ignore[assignment]
+    test_the_weights_of_another_are_sampled_under_a_version_of_its_own = None  # type: ignore[assignment]
+    test_weights_of_another_that_are_not_whole_are_not_served = None  # type: ignore[assignment]
+    test_it_is_parked_preloaded_and_written_back_as_any = None  # type: ignore[assignment]
+    test_what_gave_way_begins_anew_under_the_weights_of_another = None  # type: ignore[assignment]
+    test_what_needs_training_weights_is_refused = None
+    test_it_takes_the_rollout_weights_of_a_checkpoint = None  # type: ignore[assignment]
+    test_a_base_that_cannot_be_read_changes_nothing = None  # type: ignore[assignment]
     # An adapter's generate is not parked: asked to give way, it goes on (below).
     test_a_generate_that_gave_way_samples_what_an_undisturbed_one_samples = None  # type: ignore[assignment]
     test_what_was_parked_is_kept_when_the_engine_gives_up_the_device = None  # type: ignore[assignment]
@@ -73,10 +82,8 @@ class TestLora(EngineConformance):
         """Adapters that differ from their first step on: the second factor of each begins at zero."""
         names: list[str] = []
 
-        def make(
-            seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64, name: str = ""
-        ) -> Model:
-            names.append(name or f"model-{len(names)}")
+        def make(seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64) -> Model:
+            names.append(f"model-{len(names)}")
             settings = port.DeploymentSettings(trainable, micro_batch_tokens, adapter_seed=abs((seed or 7) - 7))
             layout = engine.declare(names[-1], settings)
             model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
@@ -121,6 +128,10 @@ class TestLora(EngineConformance):
         names = set(load_file(tmp_path / "saved" / "adapter_model.safetensors"))
         assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
         assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+    def test_sampled_alone_it_is_refused(self, engine: port.Engine) -> None:
+        with pytest.raises(InvalidArgument, match="not offered for LoRA"):
+            engine.declare("alone", port.DeploymentSettings(trainable=False, rollout_only=True))
 
     def test_another_base_is_refused(self, engine: port.Engine) -> None:
         engine.declare("stranger", port.DeploymentSettings())

@@ -205,6 +205,25 @@ def test_it_sees_weights_of_another_version(monkeypatch: pytest.MonkeyPatch) -> 
     caught("resolved to version")
 
 
+def test_it_sees_a_version_that_is_replaced_before_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plexrl_controller.dispatch.readiness.older_pulls", lambda *_: [])
+    caught("found its version replaced")
+
+
+def test_it_sees_weights_that_were_taken_at_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its check a worker gives what it has."""
+    real: Callable[..., worker_pb2.OrderFinished | None] = Device.not_pulled
+
+    def lenient(self: Device, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
+        refusal = real(self, run)
+        peer = self.peer_at(run.weight_source.address)
+        return None if peer is not None and run.weight_source.model_id in peer.models else refusal
+
+    monkeypatch.setattr(Device, "not_pulled", lenient)
+    monkeypatch.setattr("plexrl_controller.dispatch.readiness.can_be_pulled", lambda *_: True)
+    caught("other weights than version")
+
+
 def test_it_sees_another_tenants_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """G23."""
     monkeypatch.setattr(Identity, "may_see", lambda self, tenant: True)

@@ -123,6 +123,7 @@ def make_call(number: int = 1, job: int = 1, model: int = 1, **changes: Any) -> 
         acknowledged=False,
         outcome_sha256="12" * 32,
         session_id=SessionId("session-1"),
+        source_model_id=ModelId("model-2"),
         revision=1,
     )
     return replace(call, **changes)

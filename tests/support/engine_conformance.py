@@ -26,6 +26,7 @@ from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossP
 from tests.support.engine_checkpoints import CheckpointConformance
 from tests.support.engine_concurrency import ConcurrencyConformance
 from tests.support.engine_preloads import PreloadConformance
+from tests.support.engine_rollouts import RolloutConformance
 from tests.support.engine_subjects import (
     AGREEMENT,
     SAMPLING,
@@ -45,7 +46,9 @@ from tests.support.engine_subjects import (
 from tests.support.engine_yields import YieldConformance
 
 
-class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConformance, CheckpointConformance):
+class EngineConformance(
+    YieldConformance, PreloadConformance, ConcurrencyConformance, CheckpointConformance, RolloutConformance
+):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 
     @pytest.fixture
@@ -57,10 +60,11 @@ class EngineConformance(YieldConformance, PreloadConformance, ConcurrencyConform
         names: list[str] = []
 
         def make(
-            seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64, name: str = ""
+            seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64, rollout_only: bool = False
         ) -> Model:
-            names.append(name or f"model-{len(names)}")
-            settings = port.DeploymentSettings(trainable=trainable, micro_batch_tokens=micro_batch_tokens)
+            names.append(f"model-{len(names)}")
+            trainable = trainable and not rollout_only
+            settings = port.DeploymentSettings(trainable, micro_batch_tokens, rollout_only=rollout_only)
             layout = engine.declare(names[-1], settings)
             model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
             engine.attach_host(model.name, model.image)

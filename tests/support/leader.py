@@ -81,14 +81,14 @@ class Leader:
         """A new job."""
         return await jobs.create_job(self.core, self.key("job"), jobs.JobSpec(TENANT, name, lease_s))
 
-    async def model(self, job: Job, name: str = "policy") -> Model:
+    async def model(
+        self, job: Job, name: str = "policy", role: model_pb2.ModelRole.ValueType = model_pb2.MODEL_ROLE_POLICY
+    ) -> Model:
         """A new model, built."""
         base = model_pb2.ModelBase(
             init=model_pb2.InitBase(config_json='{"architectures": ["Qwen3ForCausalLM"]}', seed=1)
         )
-        spec = models.ModelSpec(
-            name, base, model_pb2.MODEL_ROLE_POLICY, model_pb2.ModelSettings(), types_pb2.Affinity()
-        )
+        spec = models.ModelSpec(name, base, role, model_pb2.ModelSettings(), types_pb2.Affinity())
         model = await models.create_model(self.core, self.key("model"), job, spec)
         await self.work()
         return self.core.ledger.models[model.model_id]

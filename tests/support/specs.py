@@ -54,3 +54,9 @@ def load(checkpoint_id: str = "") -> types_pb2.CallSpec:
     """Read a checkpoint, or the base."""
     source = {"checkpoint_id": checkpoint_id} if checkpoint_id else {"base": True}
     return types_pb2.CallSpec(load_checkpoint=types_pb2.LoadCheckpointSpec(**source))
+
+
+def pull(source_id: str, weights_version: int = 0) -> types_pb2.CallSpec:
+    """Take another model's rollout weights."""
+    source = types_pb2.RolloutSource(model_id=source_id, weights_version=weights_version)
+    return types_pb2.CallSpec(load_checkpoint=types_pb2.LoadCheckpointSpec(rollout=source))

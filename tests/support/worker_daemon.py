@@ -23,8 +23,9 @@ from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import registry_pb2_grpc, worker_pb2_grpc
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
+from plexrl_worker.channel import open_channel, server_credentials
 from plexrl_worker.daemon import WorkerDaemon
-from plexrl_worker.settings import WorkerSettings
+from plexrl_worker.settings import TlsFiles, WorkerSettings
 
 TOKEN = "test-worker-token"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
@@ -242,11 +243,14 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def serving(registry: FakeRegistry, port: int = 0) -> AsyncIterator[str]:
+async def serving(registry: FakeRegistry, port: int = 0, tls: TlsFiles | None = None) -> AsyncIterator[str]:
     """Serves a registry; yields its address."""
     server = aio.server()
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    if tls is None:
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+    else:
+        port = server.add_secure_port(f"127.0.0.1:{port}", server_credentials(tls))
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -258,12 +262,13 @@ async def serving(registry: FakeRegistry, port: int = 0) -> AsyncIterator[str]:
 async def cluster(directory: Path, **changes: Any) -> AsyncIterator[Cluster]:
     """A registered worker in this process, with the fake engine."""
     registry = FakeRegistry()
-    async with serving(registry) as address:
-        daemon = WorkerDaemon(settings_in(directory, controller=address, **changes))
+    async with serving(registry, tls=changes.get("tls")) as address:
+        settings = settings_in(directory, controller=address, **changes)
+        daemon = WorkerDaemon(settings)
         running = asyncio.create_task(daemon.run())
         try:
             await registry.until(lambda: bool(registry.synchronized))
-            async with aio.insecure_channel(daemon.server.address) as channel:
+            async with open_channel(settings, daemon.server.address) as channel:
                 orders = Orders(channel, registry.incarnation)
                 await orders.open()
                 try:

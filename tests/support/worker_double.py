@@ -29,6 +29,7 @@ class OnDisk:
     state: tuple[int, ...]
     version: int
     manifest: str
+    rollout_state: tuple[int, ...]
 
 
 Disk = tuple[dict[str, OnDisk], dict[str, tuple[int, ...]]]
@@ -45,6 +46,8 @@ class HeldModel:
     applied_calls: list[str] = field(default_factory=list)
     state: tuple[int, ...] = ()
     """The state itself: which calls' effects are in it, in order."""
+    rollout_state: tuple[int, ...] = ()
+    """What the version was made of."""
 
 
 class WorkerDouble:
@@ -64,6 +67,11 @@ class WorkerDouble:
         self.swaps = 0
         self.drift = 0.0
         """Added to every loss: what another machine type would do."""
+        self.address = "127.0.0.1:1"
+        self.peers: dict[str, WorkerDouble] = {self.address: self}
+        """By address, where rollout weights are pulled from."""
+        self.unreachable = False
+        """Peers do not get through to it."""
         self.nonce = 1
         self.clock_ns = 1_000_000_000
         self.fail_next: dict[str, tuple[int, str]] = {}
@@ -80,7 +88,7 @@ class WorkerDouble:
 
     def announcement(self) -> Announcement:
         """This life's registration."""
-        return Announcement(self.name, "127.0.0.1:1", {"gpu": "none"}, self.capabilities, self.nonce, "0")
+        return Announcement(self.name, self.address, {"gpu": "none"}, self.capabilities, self.nonce, "0")
 
     def die(self) -> None:
         """Kill -9: everything is gone; the next registration is another life."""
@@ -170,18 +178,18 @@ class WorkerDouble:
             if deploy.from_host_image:
                 if kept is None or kept.applied != deploy.host_image_sequence:
                     return _failed(code_pb2.DATA_LOSS, "STATE_LOST")
-                held.state, held.version = kept.state, kept.version
+                held.state, held.version, held.rollout_state = kept.state, kept.version, kept.rollout_state
             elif deploy.HasField("snapshot"):
                 written = self.disk.get(deploy.snapshot.snapshot_id)
                 if written is None:
                     return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
                 if written.manifest != deploy.snapshot.manifest_sha256:
                     return _failed(code_pb2.DATA_LOSS, "CHECKPOINT_CORRUPT")
-                held.state, held.version = written.state, written.version
+                held.state, held.version, held.rollout_state = written.state, written.version, written.rollout_state
             elif deploy.checkpoint_id:
                 if deploy.checkpoint_id not in self.saved:
                     return _failed(code_pb2.NOT_FOUND, "CHECKPOINT_NOT_FOUND")
-                held.state = self.saved[deploy.checkpoint_id]
+                held.state = held.rollout_state = self.saved[deploy.checkpoint_id]
             self.models[deploy.model_id] = held
         built = worker_pb2.DeployedModel(parameter_count=10, state_bytes=STATE_BYTES, applied_sequence=held.applied)
         return worker_pb2.OrderFinished(deployed=built)
@@ -191,7 +199,7 @@ class WorkerDouble:
             return _failed(*failure)
         held = self.models[order.model_id]
         manifest = f"{order.snapshot_id}@{held.applied}"
-        self.disk[order.snapshot_id] = OnDisk(held.state, held.version, manifest)
+        self.disk[order.snapshot_id] = OnDisk(held.state, held.version, manifest, held.rollout_state)
         return worker_pb2.OrderFinished(
             snapshot=worker_pb2.WrittenSnapshot(
                 snapshot_id=order.snapshot_id,
@@ -251,22 +259,37 @@ class WorkerDouble:
             return _failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
         if (failure := self.fail_next.pop(function, None)) is not None:
             return _failed(*failure)
+        pulls = function == "load_checkpoint" and run.spec.load_checkpoint.HasField("rollout")
+        if pulls and (failure := self._not_pulled(run.weight_source)) is not None:
+            return _failed(*failure)
         self.executed.append(run.call.call_id)
         if run.sequence:
             model.applied = max(run.sequence, run.through_sequence)
             model.applied_calls.append(run.call.call_id)
         if function in CHANGES:
             model.state = (*model.state, run.sequence)
-        if function == "load_checkpoint":
+        if pulls:
+            model.state = self.peers[run.weight_source.address].models[run.weight_source.model_id].rollout_state
+        elif function == "load_checkpoint":
             model.state = self.saved.get(run.spec.load_checkpoint.checkpoint_id, ())
         if function == "save_checkpoint":
             self.saved[run.new_checkpoint_id] = model.state
         if function in ("sync_weights", "load_checkpoint"):
-            model.version = run.sequence
+            model.version, model.rollout_state = run.sequence, model.state
         result = _result(run, function, model)
         if function == "forward_backward":
             result.forward_backward.loss = len(model.state) + self.drift
         return worker_pb2.OrderFinished(result=result)
+
+    def _not_pulled(self, source: worker_pb2.WeightSource) -> tuple[int, str] | None:
+        """Why the weights cannot be had, in the words of a worker; None where they can."""
+        peer = self.peers.get(source.address)
+        held = peer.models.get(source.model_id) if peer is not None else None
+        if peer is not None and peer.unreachable:
+            return code_pb2.UNAVAILABLE, "PULL_FAILED"
+        if held is None or held.version != source.weights_version:
+            return code_pb2.FAILED_PRECONDITION, "VERSION_GONE"
+        return None
 
     def _deployment(self, model_id: str) -> registry_pb2.DeploymentStatus:
         held = self.models[model_id]

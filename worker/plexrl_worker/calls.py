@@ -7,8 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -17,7 +16,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.checkpoints import CheckpointFacts, CheckpointFile, CommittedCheckpoint
 from plexrl_worker.deployment import Deployment
 from plexrl_worker.engine import errors as engine_errors
-from plexrl_worker.engine.client import EngineCall, EngineProcess, ProgressListener
+from plexrl_worker.engine.client import EngineCall, EngineProcess
 from plexrl_worker.engine.port import Component
 from plexrl_worker.errors import (
     Cancelled,
@@ -29,10 +28,9 @@ from plexrl_worker.errors import (
     VersionGone,
     WorkerError,
 )
+from plexrl_worker.execution import Execution, execution_name
 from plexrl_worker.host import ModelHost
-from plexrl_worker.journal import Journal
-
-T = TypeVar("T")
+from plexrl_worker.weight_pull import WeightPuller
 
 # What each function changes on the device. A function that raises has changed nothing.
 _CHANGES: dict[str, frozenset[Component]] = {
@@ -45,8 +43,6 @@ _CHANGES: dict[str, frozenset[Component]] = {
     "load_checkpoint": frozenset(Component),
 }
 _REPLAYED = frozenset({"forward_backward", "optim_step", "sync_weights", "load_checkpoint"})
-TOLD_AFTER_S = 0.05
-"""A call that has run for so long is reported as started."""
 HOLD_S = 0.1
 """Generate calls that follow each other keep the device for so long at most, then others have their turn."""
 AHEAD_S = 0.02
@@ -56,54 +52,6 @@ MOST_CONCURRENT = 64
 """Generate calls that run together."""
 _KINDS = {function: t.CallKind.Value(f"CALL_KIND_{function.upper()}") for function in _CHANGES}
 _NEEDS_TRAINABLE = frozenset({"forward_backward", "optim_step"})
-
-
-@dataclass
-class Execution:
-    """A call on its way: how it is stopped, and what it did. It begins once it has the device and passed its checks."""
-
-    order: w.RunCallOrder
-    on_begin: Callable[[], None]
-    on_progress: ProgressListener
-    journal: Journal = field(default_factory=Journal)
-    begun: bool = False
-    aborted: bool = False
-    running: EngineCall[Any] | None = None
-    _telling: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        """It begins. Only of one that goes on for a moment is that told: a short one tells its end alone."""
-        self.begun = True
-        self._telling = asyncio.get_running_loop().call_later(TOLD_AFTER_S, self.on_begin)
-
-    def end(self) -> None:
-        """It ended, or will not begin any more."""
-        if self._telling is not None:
-            self._telling.cancel()
-
-    def abort(self) -> None:
-        """Stops it at its next step, or before it begins. It may still finish if it was about to."""
-        self.aborted = True
-        if self.running is not None:
-            self.running.abort()
-
-    def give_way(self) -> bool:
-        """Has it stop at its next step; False where nothing of it is with the engine, so that it need not."""
-        if self.running is None:
-            return False
-        self.running.give_way()
-        return True
-
-    async def follow(self, call: EngineCall[T]) -> T:
-        """Awaits an engine's call, as the one that is stopped and that progress is heard from."""
-        call.on_progress = self.on_progress
-        self.running = call
-        if self.aborted:
-            call.abort()
-        try:
-            return await call
-        finally:
-            self.running = None
 
 
 @dataclass(frozen=True)
@@ -117,16 +65,12 @@ class GaveWay:
 Outcome = t.GenerateResult | WorkerError | GaveWay
 
 
-def execution_name(order: w.RunCallOrder) -> str:
-    """What a call's execution is called in its engine while it is parked."""
-    return f"{order.call.call_id}/{order.call.attempt}"
-
-
 class CallRunner:
     """Runs calls on the models of a host."""
 
-    def __init__(self, host: ModelHost) -> None:
+    def __init__(self, host: ModelHost, puller: WeightPuller) -> None:
         self._host = host
+        self._puller = puller
         self._ahead = 1
 
     async def run_generates(
@@ -258,10 +202,16 @@ class CallRunner:
             deployment = self._host.deployment(order.model_id)
             self._host.settle(deployment, journal)
             function = _check(order, deployment)
+            pulls = order.spec.load_checkpoint.HasField("rollout")
+            if pulls:
+                self._puller.check(order)
             execution.begin()
             async with contextlib.AsyncExitStack() as coming:
                 if function == "load_checkpoint":
                     process = await coming.enter_async_context(self._host.coming(deployment, journal))
+                    if pulls:
+                        # Before a peer is asked, so that nobody who asks this worker waits for the device meanwhile.
+                        await self._host.park(order.model_id, journal)
                 else:
                     self._host.residency.require_on_device(order.model_id)
                     if deployment.attached is None:
@@ -272,7 +222,8 @@ class CallRunner:
                         result = await self._execute(execution, deployment, process)
                     except engine_errors.EngineError as error:
                         raise self._host.engine_failed(process, error, journal) from error
-                self._apply(deployment, order, function)
+                if not pulls:
+                    self._apply(deployment, order, function)
             journal.touch(order.model_id)
             return result
 
@@ -296,6 +247,8 @@ class CallRunner:
                 saved = await self._save(execution, deployment, process)
                 return t.CallResult(save_checkpoint=t.SaveCheckpointResult(checkpoint=saved))
             case "load_checkpoint":
+                if spec.load_checkpoint.HasField("rollout"):
+                    return t.CallResult(load_checkpoint=await self._puller.pull(execution, deployment, process))
                 return t.CallResult(load_checkpoint=await self._load(execution, deployment, process))
             case _:
                 raise InvalidOrder("spec.function: not set, want one of the functions of CallSpec")
@@ -342,7 +295,7 @@ class CallRunner:
             case "base":
                 call = process.initialize(deployment.model_id, deployment.base.weights, version)
             case _:
-                raise InvalidOrder("load_checkpoint.source: not set, want checkpoint_id or base")
+                raise InvalidOrder("load_checkpoint.source: not set, want checkpoint_id, base or rollout")
         state = await execution.follow(call)
         return t.LoadCheckpointResult(weights_version=version, step=state.optimizer_step)
 
@@ -394,11 +347,25 @@ def _check(order: w.RunCallOrder, deployment: Deployment) -> str:
         )
     if order.replay and function not in _REPLAYED:
         raise InvalidOrder(f"{function}: changes no state, so that it is never replayed")
+    _check_role(order, function, deployment)
     if function in _NEEDS_TRAINABLE and not deployment.settings.trainable:
         raise InvalidOrder(f"{function}: model {order.model_id} is a reference, which is frozen")
     if function == "sync_weights" and order.spec.sync_weights.in_flight == t.IN_FLIGHT_KEEP:
         raise Unsupported("sync_weights.in_flight: KEEP is not offered: use DRAIN or ABORT")
     return str(function)
+
+
+def _check_role(order: w.RunCallOrder, function: str, deployment: Deployment) -> None:
+    source = order.spec.load_checkpoint.WhichOneof("source")
+    if deployment.settings.rollout_only:
+        if function != "load_checkpoint":
+            raise InvalidOrder(f"{function}: model {order.model_id} is of role ROLLOUT, which is sampled alone")
+        if source == "checkpoint_id":
+            raise InvalidOrder(
+                f"load_checkpoint.checkpoint_id: model {order.model_id} is of role ROLLOUT: want base or rollout"
+            )
+    elif source == "rollout":
+        raise InvalidOrder(f"load_checkpoint.rollout: model {order.model_id} is not of role ROLLOUT")
 
 
 def _checkpoint(committed: CommittedCheckpoint, order: w.RunCallOrder) -> t.Checkpoint:

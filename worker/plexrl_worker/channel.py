@@ -1,5 +1,6 @@
-"""The worker's channels to the controller: TLS where it is set, the worker token on every rpc."""
+"""The worker's channels to the controller and to other workers: TLS where it is set, the worker token on every rpc."""
 
+import re
 from collections.abc import AsyncIterator
 
 import grpc
@@ -8,10 +9,12 @@ from grpc import aio
 from plexrl import wire
 from plexrl.v1 import payload_pb2 as p
 from plexrl.v1 import payload_pb2_grpc
-from plexrl_worker.errors import PayloadUnavailable
-from plexrl_worker.settings import TlsFiles, WorkerSettings
+from plexrl_worker.errors import InvalidOrder, PayloadUnavailable
+from plexrl_worker.settings import LOOPBACK_HOSTS, TlsFiles, WorkerSettings
 
 AUTHORIZATION = "authorization"
+# gRPC would take much else for a target: sockets in the file system, other resolvers.
+_PEER_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
 
 
 def bearer(token: str) -> str:
@@ -20,22 +23,35 @@ def bearer(token: str) -> str:
 
 
 def metadata(settings: WorkerSettings) -> tuple[tuple[str, str]]:
-    """The metadata of every rpc to the controller."""
+    """The metadata of every rpc to the controller or another worker."""
     return ((AUTHORIZATION, bearer(settings.token)),)
 
 
-def open_channel(settings: WorkerSettings) -> aio.Channel:
-    """A channel to the controller."""
+def check_peer(settings: WorkerSettings, address: str) -> None:
+    """Raises InvalidOrder for what is no other worker's address, or one that the token must not go to."""
+    found = _PEER_ADDRESS.fullmatch(address)
+    if found is None:
+        raise InvalidOrder(f"weight_source.address {address[:300]!r}: want HOST:PORT")
+    if settings.tls is None and found[1] not in LOOPBACK_HOSTS:
+        raise InvalidOrder(
+            f"weight_source.address {address} is beyond loopback, where the token needs TLS: start this worker with "
+            "--tls-cert, --tls-key and --tls-ca"
+        )
+
+
+def open_channel(settings: WorkerSettings, address: str = "") -> aio.Channel:
+    """A channel to the controller, or to another worker at `address`."""
+    target = address or settings.controller
     # Channels with equal options share a connection unless told otherwise; each use here has its own on purpose.
     options = (*wire.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     if settings.tls is None:
-        return aio.insecure_channel(settings.controller, options=options)
+        return aio.insecure_channel(target, options=options)
     credentials = grpc.ssl_channel_credentials(
         root_certificates=settings.tls.authority.read_bytes(),
         private_key=settings.tls.key.read_bytes(),
         certificate_chain=settings.tls.certificate.read_bytes(),
     )
-    return aio.secure_channel(settings.controller, credentials, options=options)
+    return aio.secure_channel(target, credentials, options=options)
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:

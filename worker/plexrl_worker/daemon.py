@@ -31,11 +31,13 @@ from plexrl_worker.outbox import Outbox
 from plexrl_worker.placement import Placement
 from plexrl_worker.registration import Registration
 from plexrl_worker.server import WorkerServer
-from plexrl_worker.service import WorkerService
+from plexrl_worker.service import WeightService, WorkerService
 from plexrl_worker.settings import WorkerSettings
 from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import reap_orphans
 from plexrl_worker.systemd_notify import notify, watchdog_interval_s
+from plexrl_worker.weight_pull import WeightPuller
+from plexrl_worker.weight_serving import WeightServing
 
 _log = structlog.get_logger(__name__)
 
@@ -58,9 +60,11 @@ class WorkerDaemon:
         self._snapshots.remove_partial()
         self._host = ModelHost(settings, checkpoints, self._snapshots)
         placement = Placement(self._host, bases, settings)
-        self._desk = OrderDesk(self._host, placement, self._fences, self._outbox)
+        self._weights = WeightServing(self._host)
+        puller = WeightPuller(self._host, settings)
+        self._desk = OrderDesk(self._host, placement, puller, self._fences, self._outbox)
         service = WorkerService(self._desk, self._host, self._fences, self._outbox, checkpoints, self.status)
-        self.server = WorkerServer(settings, service)
+        self.server = WorkerServer(settings, service, WeightService(self._weights))
         self._stopping = asyncio.Event()
         self._asked_to_stop = False
         self._hurry: Callable[[], None] = lambda: None
@@ -137,6 +141,7 @@ class WorkerDaemon:
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
+        self._weights.close()
         await self._host.close()
         await self.server.stop(_STOP_GRACE_S)
         _log.info("stopped")

@@ -34,7 +34,8 @@ class HostState:
 class Deployment:
     """A model on this worker.
 
-    parked: what must be remembered to use its host image; None while there is no usable one.
+    parked: what must be remembered to use its host image; None while there is no usable one. While the model is on the
+    device, of components that are clean alone.
     conditions: what must be equal where a snapshot of it is restored.
     host_state: what the image holds, which may be older than what is on the device; None while it is being written.
     image_lock: held while the image is written, or read for a snapshot.
@@ -126,11 +127,12 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
         engine_key=engine_key(engine_settings),
         engine_settings=engine_settings,
         settings=port.DeploymentSettings(
-            trainable=order.role != m.MODEL_ROLE_REFERENCE,
+            trainable=order.role not in (m.MODEL_ROLE_REFERENCE, m.MODEL_ROLE_ROLLOUT),
             micro_batch_tokens=model.micro_batch_tokens or _DEFAULT_MICRO_BATCH_TOKENS,
             activation_checkpointing=model.activation_checkpointing,
             tokenizer_file=str(base.tokenizer_file) if base.tokenizer_file else None,
             adapter_seed=model.lora.seed,
+            rollout_only=order.role == m.MODEL_ROLE_ROLLOUT,
         ),
         applied_sequence=order.applied_sequence,
         weights_version=order.weights_version,

@@ -111,10 +111,37 @@ class SequenceMismatch(WorkerError):
 
 
 class VersionGone(WorkerError):
-    """generate asks for a version of the rollout weights that is not the present one."""
+    """A version of the rollout weights is asked for that is not the present one."""
 
     code = code_pb2.FAILED_PRECONDITION
     reason = "VERSION_GONE"
+
+
+class SourceNotDeployed(NotDeployed):
+    """What another worker asks for is not on this one."""
+
+    code = code_pb2.NOT_FOUND
+
+
+class SourceStateLost(WorkerError):
+    """The state whose rollout weights another worker asks for is gone."""
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "STATE_LOST"
+
+
+class SourceBusy(WorkerError):
+    """The rollout weights that another worker asks for cannot be read now; soon they can."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "SOURCE_BUSY"
+
+
+class PullFailed(WorkerError):
+    """Another worker's rollout weights could not be had."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "PULL_FAILED"
 
 
 class OverBudget(WorkerError):
@@ -152,7 +179,7 @@ class CheckpointCorrupt(WorkerError):
 
 
 class ConditionsDiffer(WorkerError):
-    """A snapshot was written under conditions that this worker does not have: replay would not be bit-equal."""
+    """A state was made under conditions that this worker does not have: it would not be the same here."""
 
     code = code_pb2.FAILED_PRECONDITION
     reason = "CONDITIONS_DIFFER"

@@ -6,16 +6,15 @@ orders' fences and no reports: what it did goes into the journal that the caller
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import structlog
 
-from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker import machine
+from plexrl_worker import machine, statuses
 from plexrl_worker.checkpoints import CheckpointStore
 from plexrl_worker.deployment import Deployment, HostState
 from plexrl_worker.device import Device
@@ -35,7 +34,7 @@ from plexrl_worker.errors import (
 from plexrl_worker.journal import Journal
 from plexrl_worker.parked_files import DiskCopy, Interrupted, ParkedFiles
 from plexrl_worker.preloads import Preloads
-from plexrl_worker.residency import Copies, Residency
+from plexrl_worker.residency import Residency
 from plexrl_worker.settings import WorkerSettings
 from plexrl_worker.snapshots import SnapshotStore
 from plexrl_worker.supervisor import EngineSupervisor
@@ -148,33 +147,9 @@ class ModelHost:
         deployment = self._deployments.get(model_id)
         self.revision += 1
         if deployment is None:
-            return _status_of_kept(model_id, self._kept.get(model_id), self.revision)
-        return r.DeploymentStatus(
-            model_id=model_id,
-            residency=[
-                m.ComponentResidency(
-                    component=name,
-                    tier=self._tier(model_id, copies),
-                    dirty=copies.dirty,
-                    size_bytes=copies.size_bytes,
-                )
-                for name, copies in self.residency.components(model_id).items()
-            ],
-            weights_version=deployment.weights_version,
-            applied_sequence=deployment.applied_sequence,
-            state_lost=deployment.state_lost,
-            host_image=deployment.state_lost and deployment.host_state is not None,
-            host_image_sequence=deployment.host_state.applied_sequence if deployment.host_state else 0,
-            host_image_weights_version=deployment.host_state.weights_version if deployment.host_state else 0,
-            revision=self.revision,
-        )
-
-    def _tier(self, model_id: str, copies: Copies) -> t.Tier.ValueType:
-        if copies.on_device:
-            return t.TIER_DEVICE
-        if not copies.parked:
-            return t.TIER_ABSENT
-        return t.TIER_DISK if self.tiers.on_disk_only(model_id) else t.TIER_HOST
+            return statuses.of_kept(model_id, self._kept.get(model_id), self.revision)
+        on_disk = self.tiers.on_disk_only(model_id)
+        return statuses.of_deployment(deployment, self.residency.components(model_id), self.revision, on_disk=on_disk)
 
     def unsaved(self) -> bool:
         """Whether this worker's end would cost state: its own disk may not hold all."""
@@ -242,19 +217,29 @@ class ModelHost:
         journal.touch(model_id)
         await self._measure(process, report.held_bytes - process.description.kv_cache_bytes)
 
-    async def write_back(self, deployment: Deployment, journal: Journal) -> None:
-        """Copies what is dirty of a model on the device to the host tier; it stays on the device."""
+    async def write_back(
+        self, deployment: Deployment, journal: Journal, components: Collection[port.Component] = port.ALL_COMPONENTS
+    ) -> None:
+        """Copies what is dirty of a model on the device to the host tier; it stays on the device.
+
+        Of some components alone: the host image then holds no whole state, unless the others were clean.
+        """
         model_id = deployment.model_id
         process = self.settle(deployment, journal)
         if process is None or not self.residency.on_device(model_id):
             return
+        written = deployment.components & set(components)
         try:
             async with self._image_written(deployment):
-                report = await process.write_back(model_id, deployment.components)
+                report = await process.write_back(model_id, written)
         except engine_errors.EngineError as error:
             raise self.engine_failed(process, error, journal) from error
-        self.image_holds(deployment, report.parked)
-        self.residency.written_back(model_id)
+        self.residency.written_back(model_id, written)
+        if any(copies.dirty for copies in self.residency.components(model_id).values()):
+            deployment.parked, deployment.host_state = report.parked, None
+            self.tiers.forget_state(model_id)
+        else:
+            self.image_holds(deployment, report.parked)
         journal.touch(model_id)
 
     @contextlib.asynccontextmanager
@@ -294,7 +279,7 @@ class ModelHost:
                         self.residency.set_preloaded(model_id, preloaded=False)
                     self.residency.loaded(model_id)
             except HostStateCorrupt:
-                self._lose(deployment, journal)
+                self.corrupt(deployment, journal)
                 raise
             interval.moved_bytes = report.bytes_moved
         journal.touch(model_id)
@@ -322,7 +307,7 @@ class ModelHost:
         except Interrupted:
             raise Cancelled("the prefetch gave way to a swap") from None
         except HostStateCorrupt:
-            self._lose(deployment, Journal())
+            self.corrupt(deployment, Journal())
             self.on_unordered_change({order.model_id})
             raise
         process = self.supervisor.living(deployment.engine_key)
@@ -480,12 +465,17 @@ class ModelHost:
                     _log.warning("state_lost", model_id=model_id, applied_sequence=deployment.applied_sequence)
         return touched
 
-    def _lose(self, deployment: Deployment, journal: Journal) -> None:
+    def corrupt(self, deployment: Deployment, journal: Journal) -> None:
+        """A model's parked state is not what was parked."""
+        self.give_up_state(deployment, journal)
+        _log.warning("parked_state_corrupt", model_id=deployment.model_id)
+
+    def give_up_state(self, deployment: Deployment, journal: Journal) -> None:
+        """No copy of a model's state may be used any more: its host image is damaged, or about to hold another."""
         deployment.parked, deployment.host_state, deployment.state_lost = None, None, True
         self.residency.state_gone(deployment.model_id)
         self.tiers.forget_state(deployment.model_id)
         journal.touch(deployment.model_id)
-        _log.warning("parked_state_corrupt", model_id=deployment.model_id)
 
     def swap_interval(
         self, deployment: Deployment, kind: t.IntervalKind.ValueType, charged_to: str = ""
@@ -497,13 +487,3 @@ class ModelHost:
             job_id=charged_to or deployment.job_id,
             model_id=deployment.model_id,
         )
-
-
-def _status_of_kept(model_id: str, copy: DiskCopy | None, revision: int) -> r.DeploymentStatus:
-    """A model that is not deployed: not here, or only as what an earlier life parked."""
-    status = r.DeploymentStatus(model_id=model_id, revision=revision)
-    if copy is not None:
-        status.state_lost = status.host_image = True
-        status.host_image_sequence = copy.facts.applied_sequence
-        status.host_image_weights_version = copy.facts.weights_version
-    return status

@@ -8,6 +8,8 @@ from plexrl_worker.engine.port import EngineDescription
 
 _GPU_FACTS = Path("/proc/driver/nvidia/gpus")
 _CPU_FACTS = Path("/proc/cpuinfo")
+_MACHINE_TYPE, _THREADS = "machine type", "number of threads"
+_OF_REPLAY_ALONE = frozenset({_MACHINE_TYPE, _THREADS})
 
 
 def machine_type(device: str) -> str:
@@ -25,14 +27,19 @@ def conditions(machine: str, configuration_sha256: str, description: EngineDescr
     Libraries count: the layout of a state and the last bits of its numbers are theirs.
     """
     return {
-        "machine type": machine,
+        _MACHINE_TYPE: machine,
         "model configuration": configuration_sha256,
         "architecture": description.architecture,
         "precision": description.precision.value,
         "kind of device": description.device_kind,
-        "number of threads": str(description.threads),
+        _THREADS: str(description.threads),
         **{f"version of {name}": version for name, version in description.library_versions.items()},
     }
+
+
+def weight_conditions(conditions: Mapping[str, str]) -> Mapping[str, str]:
+    """Those of the conditions of a state that must also be equal where its rollout weights alone are used."""
+    return {name: value for name, value in conditions.items() if name not in _OF_REPLAY_ALONE}
 
 
 def _field(path: Path, name: str) -> str:

@@ -18,7 +18,7 @@ from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.attempts import Attempt, AttemptLog
-from plexrl_worker.calls import CallRunner, Execution, GaveWay, Outcome, execution_name
+from plexrl_worker.calls import CallRunner, GaveWay, Outcome
 from plexrl_worker.engine.client import ProgressListener
 from plexrl_worker.errors import (
     Cancelled,
@@ -28,6 +28,7 @@ from plexrl_worker.errors import (
     WorkerError,
     to_status,
 )
+from plexrl_worker.execution import Execution, execution_name
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
@@ -35,6 +36,7 @@ from plexrl_worker.lanes import Lane
 from plexrl_worker.outbox import Outbox
 from plexrl_worker.placement import Placement
 from plexrl_worker.snapshotter import Snapshotter
+from plexrl_worker.weight_pull import WeightPuller
 
 _log = structlog.get_logger(__name__)
 
@@ -71,10 +73,12 @@ class Work:
 class OrderDesk:
     """All orders of this worker."""
 
-    def __init__(self, host: ModelHost, placement: Placement, fences: Fences, outbox: Outbox) -> None:
+    def __init__(
+        self, host: ModelHost, placement: Placement, puller: WeightPuller, fences: Fences, outbox: Outbox
+    ) -> None:
         self._host = host
         self._placement = placement
-        self._runner = CallRunner(host)
+        self._runner = CallRunner(host, puller)
         self._snapshotter = Snapshotter(host)
         self._fences = fences
         self._outbox = outbox

@@ -127,9 +127,11 @@ class Residency:
         """All components came onto the device; the host copies stay and are as new."""
         self._update(model_id, on_device=True, parked=True)
 
-    def written_back(self, model_id: str) -> None:
-        """The host copies became as new as the device's, which stay."""
-        self._update(model_id, on_device=True, parked=True)
+    def written_back(self, model_id: str, names: Iterable[Component]) -> None:
+        """The host copies of components became as new as the device's, which stay."""
+        components = self._models[model_id]
+        for name in names:
+            components[name] = replace(components[name], parked=True)
 
     def parked(self, model_id: str) -> None:
         """All components left the device; the host copies are the newest."""

@@ -75,12 +75,12 @@ def _refusing_as(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMet
 class WorkerServer:
     """The server and the address that the controller calls."""
 
-    def __init__(self, settings: WorkerSettings, service: WorkerService) -> None:
+    def __init__(self, settings: WorkerSettings, service: WorkerService, weights: WeightService) -> None:
         self.health = health.aio.HealthServicer()
         interceptors = (TokenInterceptor(settings.token), ErrorInterceptor())
         self._server = aio.server(interceptors=interceptors, options=wire.SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
-        worker_pb2_grpc.add_WeightServiceServicer_to_server(WeightService(), self._server)
+        worker_pb2_grpc.add_WeightServiceServicer_to_server(weights, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         channelz.add_channelz_servicer(self._server)
         reflection.enable_server_reflection(_SERVICES, self._server)

@@ -11,11 +11,12 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl.v1 import worker_pb2_grpc
 from plexrl_worker import tokenization
 from plexrl_worker.checkpoints import CheckpointStore, Chunk
-from plexrl_worker.errors import StaleTerm, Unsupported
+from plexrl_worker.errors import StaleTerm
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.orders import OrderDesk
 from plexrl_worker.outbox import Outbox
+from plexrl_worker.weight_serving import WeightServing
 
 _log = structlog.get_logger(__name__)
 
@@ -119,14 +120,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class WeightService(worker_pb2_grpc.WeightServiceServicer):
-    """Reserved for split groups."""
+    """Rollout weights for other workers."""
+
+    def __init__(self, serving: WeightServing) -> None:
+        self._serving = serving
 
     async def Pull(
         self, request: w.PullRequest, context: "aio.ServicerContext[w.PullRequest, w.PullResponse]"
     ) -> AsyncIterator[w.PullResponse]:
         """See WeightService in worker.proto."""
-        raise Unsupported("weights between workers are not offered: groups are colocated")
-        yield
+        async for part in self._serving.read(request.model_id, request.weights_version):
+            yield part
 
 
 def _next(chunks: Iterator[Chunk]) -> Chunk | None:

@@ -14,7 +14,7 @@ from plexrl_worker.errors import SettingsError
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ENVIRONMENT_PREFIX = "PLEXRL_WORKER_"
 _BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
 _WILDCARD_HOSTS = frozenset({"0.0.0.0", "[::]", "::"})
 
 
@@ -60,12 +60,12 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
     options = _parser(environment).parse_args(arguments)
     listen_host = _host(options.listen, "--listen")
     tls = _tls_files(options)
-    if tls is None and listen_host not in _LOOPBACK_HOSTS:
+    if tls is None and listen_host not in LOOPBACK_HOSTS:
         raise SettingsError(
             f"--listen {options.listen} is beyond loopback, where orders and tokens need TLS: give --tls-cert, "
             "--tls-key and --tls-ca, or listen on 127.0.0.1"
         )
-    if tls is None and _host(options.controller, "--controller") not in _LOOPBACK_HOSTS:
+    if tls is None and _host(options.controller, "--controller") not in LOOPBACK_HOSTS:
         raise SettingsError(
             f"--controller {options.controller} is beyond loopback, where the token needs TLS: give --tls-cert, "
             "--tls-key and --tls-ca"

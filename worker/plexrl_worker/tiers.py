@@ -50,6 +50,7 @@ class _Place:
 
     image: its host memory, if it has any. facts, parked: what the image, or else the disk, holds; None when that is no
     state. disk: a copy of exactly that `parked`. pins: how many need the image to stay. leaving: it is being given up.
+    arriving: it is being filled from disk.
     """
 
     layout: port.StateLayout
@@ -59,8 +60,14 @@ class _Place:
     disk: DiskCopy | None = None
     pins: int = 0
     leaving: bool = False
+    arriving: bool = False
     prefetched: bool = False
     used_at: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has host memory that can be used now."""
+        return self.image is not None and not self.leaving and not self.arriving
 
     @property
     def dirty(self) -> bool:
@@ -145,9 +152,11 @@ class StateTiers:
         place = self._touch(model_id)
         place.pins += 1
         try:
-            if place.image is None or place.leaving:
+            if not place.settled:
                 async with self._moving(model_id) as stop:
                     await self._read(model_id, place, stop)
+            if place.image is None:
+                raise HostStateCorrupt(f"the parked state of model {model_id} was given up: no copy of it is left")
             yield self.image(model_id)
         finally:
             place.pins -= 1
@@ -162,7 +171,7 @@ class StateTiers:
         place = self._touch(model_id)
         place.pins += 1
         try:
-            if place.image is None or place.leaving:
+            if not place.settled:
                 async with self._moving(model_id) as stop:
                     # A state on disk stays the model's until the new one is there.
                     with contextlib.suppress(HostStateCorrupt):
@@ -286,6 +295,7 @@ class StateTiers:
         if place.image is not None or place.disk is None:
             return
         image = await self._allocate(model_id, place, stop)
+        place.arriving = True
         try:
             await _in_thread(self._files.read, place.disk, image.fd, stop)
         except BaseException as error:
@@ -293,6 +303,8 @@ class StateTiers:
             if isinstance(error, HostStateCorrupt):
                 self.forget_state(model_id)
             raise
+        finally:
+            place.arriving = False
 
     async def _allocate(self, model_id: str, place: _Place, stop: Interrupt) -> HostImage:
         if place.image is None:

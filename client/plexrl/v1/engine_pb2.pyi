@@ -157,6 +157,7 @@ class DeclareRequest(_message.Message):
     ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     TOKENIZER_FILE_FIELD_NUMBER: _builtins.int
     ADAPTER_SEED_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ONLY_FIELD_NUMBER: _builtins.int
     trainable: _builtins.bool
     """Whether it has gradients and an optimizer."""
     micro_batch_tokens: _builtins.int
@@ -167,6 +168,8 @@ class DeclareRequest(_message.Message):
     """Path of a tokenizer.json, empty if there is none."""
     adapter_seed: _builtins.int
     """Seed of a LoRA deployment's first adapter."""
+    rollout_only: _builtins.bool
+    """It is sampled alone: its state is its rollout weights. Not trainable, and not with LoRA."""
     def __init__(
         self,
         *,
@@ -175,10 +178,11 @@ class DeclareRequest(_message.Message):
         activation_checkpointing: _builtins.bool = ...,
         tokenizer_file: _builtins.str = ...,
         adapter_seed: _builtins.int = ...,
+        rollout_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "adapter_seed", b"adapter_seed", "micro_batch_tokens", b"micro_batch_tokens", "tokenizer_file", b"tokenizer_file", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "adapter_seed", b"adapter_seed", "micro_batch_tokens", b"micro_batch_tokens", "rollout_only", b"rollout_only", "tokenizer_file", b"tokenizer_file", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,10 @@ class _ModelRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelRole.V
     """Trained and sampled."""
     MODEL_ROLE_REFERENCE: _ModelRole.ValueType  # 2
     """Frozen: generate and score only; no optimizer state is kept."""
+    MODEL_ROLE_ROLLOUT: _ModelRole.ValueType  # 3
+    """Sampled alone: its state is rollout weights, its base's at first, then those that load_checkpoint takes from a policy.
+    generate and load_checkpoint only. For jobs that sample on other workers than they train on.
+    """
 
 class ModelRole(_ModelRole, metaclass=_ModelRoleEnumTypeWrapper):
     """What a model is for."""
@@ -87,6 +91,10 @@ MODEL_ROLE_POLICY: ModelRole.ValueType  # 1
 """Trained and sampled."""
 MODEL_ROLE_REFERENCE: ModelRole.ValueType  # 2
 """Frozen: generate and score only; no optimizer state is kept."""
+MODEL_ROLE_ROLLOUT: ModelRole.ValueType  # 3
+"""Sampled alone: its state is rollout weights, its base's at first, then those that load_checkpoint takes from a policy.
+generate and load_checkpoint only. For jobs that sample on other workers than they train on.
+"""
 Global___ModelRole: _TypeAlias = ModelRole  # noqa: Y015
 
 class _Precision:

@@ -864,33 +864,67 @@ Global___SaveCheckpointSpec: _TypeAlias = SaveCheckpointSpec  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointSpec(_message.Message):
-    """load_checkpoint: replace the training state. Sequenced. Rollout weights become those of the checkpoint under a new
-    version: the sequence number of this call.
+    """load_checkpoint: replace the state. Sequenced. Rollout weights become those that are loaded, under a new version: the
+    sequence number of this call.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
-    """A committed checkpoint of the same tenant and architecture."""
+    """A committed checkpoint of the same tenant and architecture. Not for a model of role ROLLOUT."""
     base: _builtins.bool
     """The model's base, as it was created."""
+    @_builtins.property
+    def rollout(self) -> Global___RolloutSource:
+        """The rollout weights of another model, from worker to worker. For a model of role ROLLOUT alone."""
+
     def __init__(
         self,
         *,
         checkpoint_id: _builtins.str = ...,
         base: _builtins.bool = ...,
+        rollout: Global___RolloutSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "checkpoint_id", b"checkpoint_id", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "checkpoint_id", b"checkpoint_id", "rollout", b"rollout", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "checkpoint_id", b"checkpoint_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "checkpoint_id", b"checkpoint_id", "rollout", b"rollout", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_id", "base"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_id", "base", "rollout"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___LoadCheckpointSpec: _TypeAlias = LoadCheckpointSpec  # noqa: Y015
+
+@_typing.final
+class RolloutSource(_message.Message):
+    """A version of another model's rollout weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """A model of the same job, of role POLICY, with an equal configuration, precision and max_sequence_tokens, without LoRA."""
+    weights_version: _builtins.int
+    """Its version; 0 means the newest that has been submitted. The load waits until it is there, and a later sync_weights of
+    that model waits for the load (DRAIN) or ends it (ABORT). FAILED_PRECONDITION with VERSION_GONE: it has been replaced.
+    """
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        weights_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutSource: _TypeAlias = RolloutSource  # noqa: Y015
 
 @_typing.final
 class CallSpec(_message.Message):
@@ -1194,19 +1228,23 @@ class LoadCheckpointResult(_message.Message):
 
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    SOURCE_VERSION_FIELD_NUMBER: _builtins.int
     weights_version: _builtins.int
     """Version of the rollout weights from now on."""
     step: _builtins.int
     """Optimizer steps in the loaded state."""
+    source_version: _builtins.int
+    """Of the source `rollout`: the version of that model that was loaded."""
     def __init__(
         self,
         *,
         weights_version: _builtins.int = ...,
         step: _builtins.int = ...,
+        source_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source_version", b"source_version", "step", b"step", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,21 +54,115 @@ class PullResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HEADER_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The next bytes of a safetensors file."""
+    """The next bytes."""
+    @_builtins.property
+    def header(self) -> Global___WeightsHeader:
+        """What the bytes are; comes first, once."""
+
     def __init__(
         self,
         *,
+        header: Global___WeightsHeader | None = ...,
         data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
+class WeightsHeader(_message.Message):
+    """What a stream of rollout weights is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ConditionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    IS_ZERO_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """How many bytes follow; none where all of them are zero."""
+    checksum: _builtins.int
+    """The engine's 64 bits over them. Whoever brings them onto a device compares."""
+    is_zero: _builtins.bool
+    """All bytes are zero."""
+    @_builtins.property
+    def conditions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What must be equal where they are used, name to value: configuration, precision, versions of libraries."""
+
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        is_zero: _builtins.bool = ...,
+        conditions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "conditions", b"conditions", "is_zero", b"is_zero", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+Global___WeightsHeader: _TypeAlias = WeightsHeader  # noqa: Y015
+
+@_typing.final
+class WeightSource(_message.Message):
+    """Where a call gets another model's rollout weights from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """The worker that has them, as it is to be called."""
+    model_id: _builtins.str
+    """The model."""
+    weights_version: _builtins.int
+    """The version."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        model_id: _builtins.str = ...,
+        weights_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model_id", b"model_id", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSource: _TypeAlias = WeightSource  # noqa: Y015
 
 @_typing.final
 class DeployOrder(_message.Message):
@@ -314,6 +408,7 @@ class RunCallOrder(_message.Message):
     REPLAY_FIELD_NUMBER: _builtins.int
     THROUGH_SEQUENCE_FIELD_NUMBER: _builtins.int
     CONCURRENT_FIELD_NUMBER: _builtins.int
+    WEIGHT_SOURCE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job."""
     model_id: _builtins.str
@@ -346,6 +441,10 @@ class RunCallOrder(_message.Message):
     def spec(self) -> _types_pb2.CallSpec:
         """What to execute."""
 
+    @_builtins.property
+    def weight_source(self) -> Global___WeightSource:
+        """load_checkpoint from `rollout`: where the weights are."""
+
     def __init__(
         self,
         *,
@@ -360,10 +459,11 @@ class RunCallOrder(_message.Message):
         replay: _builtins.bool = ...,
         through_sequence: _builtins.int = ...,
         concurrent: _builtins.bool = ...,
+        weight_source: Global___WeightSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "spec", b"spec", "weight_source", b"weight_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "concurrent", b"concurrent", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "call", b"call", "concurrent", b"concurrent", "job_id", b"job_id", "model_id", b"model_id", "new_checkpoint_id", b"new_checkpoint_id", "replay", b"replay", "sequence", b"sequence", "spec", b"spec", "through_sequence", b"through_sequence", "weight_source", b"weight_source", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -333,7 +333,7 @@ class WorkerService(object):
 
 
 class WeightServiceStub(object):
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED.
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does.
     """
 
     def __init__(self, channel):
@@ -350,11 +350,13 @@ class WeightServiceStub(object):
 
 
 class WeightServiceServicer(object):
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED.
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does.
     """
 
     def Pull(self, request, context):
-        """Pulls a version of a model's rollout weights. UNIMPLEMENTED until split groups are offered.
+        """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
+        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
+        STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -377,7 +379,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService(object):
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED.
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does.
     """
 
     @staticmethod

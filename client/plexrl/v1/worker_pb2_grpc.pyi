@@ -137,25 +137,31 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightServiceStub:
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED."""
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     Pull: _grpc.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullResponse]
-    """Pulls a version of a model's rollout weights. UNIMPLEMENTED until split groups are offered."""
+    """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
+    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
+    STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
+    """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED."""
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullResponse]  # type: ignore[assignment]
-    """Pulls a version of a model's rollout weights. UNIMPLEMENTED until split groups are offered."""
+    """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
+    order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
+    STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
+    """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Weights between workers, for split groups. Reserved: answers UNIMPLEMENTED."""
+    """Weights between workers. Needs the cluster's worker token, as WorkerService does."""
 
     @_abc_1.abstractmethod
     def Pull(
@@ -163,6 +169,9 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PullResponse], _abc.AsyncIterator[_worker_pb2.PullResponse]]:
-        """Pulls a version of a model's rollout weights. UNIMPLEMENTED until split groups are offered."""
+        """Streams a version of a model's rollout weights as they lie in its host image: first the header, then the bytes in
+        order. NOT_FOUND with NOT_DEPLOYED: the model is not here. FAILED_PRECONDITION with VERSION_GONE: a newer version is, or
+        STATE_LOST. UNAVAILABLE: the model is wanted on the device, or its engine has ended; ask again.
+        """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

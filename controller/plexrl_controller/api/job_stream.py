@@ -183,7 +183,8 @@ class JobStream:
             try:
                 self._check_job(request)
                 submission = self._checks.submission(request)
-                if submission.kind is CallKind.LOAD_CHECKPOINT or not submit.may_accept_now(self._core, submission):
+                looked_up = submission.kind is CallKind.LOAD_CHECKPOINT and request.spec.load_checkpoint.checkpoint_id
+                if looked_up or not submit.may_accept_now(self._core, submission):
                     self._accept_behind(request)
                 else:
                     accepted.append(submit.accept_now(self._core, batch, submission))

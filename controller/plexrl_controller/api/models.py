@@ -44,6 +44,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self._check_base(request.base)
         if request.role not in model_pb2.ModelRole.values():
             raise InvalidArgument(f"role: {request.role} is no known value")
+        if request.role == model_pb2.MODEL_ROLE_ROLLOUT and request.settings.HasField("lora"):
+            raise InvalidArgument("settings.lora: a model of role rollout has no adapters; leave it out")
         messages.labels_of(request.affinity.require, "affinity.require")
         for model_id in (*request.affinity.colocate_model_ids, *request.affinity.avoid_model_ids):
             self._model(model_id)

@@ -119,7 +119,7 @@ def _check_adamw(adamw: types_pb2.AdamWParams) -> None:
 def _check_load(spec: types_pb2.LoadCheckpointSpec) -> None:
     source = spec.WhichOneof("source")
     if source is None or (source == "base" and not spec.base):
-        raise InvalidArgument("load_checkpoint.source: want checkpoint_id, or base = true")
+        raise InvalidArgument("load_checkpoint.source: want checkpoint_id, base = true, or rollout")
 
 
 def check_settings(settings: model_pb2.ModelSettings) -> None:

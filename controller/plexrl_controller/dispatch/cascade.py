@@ -190,9 +190,8 @@ def _fail_successors(batch: Batch, call: Call) -> None:
     for sequence, call_id in sorted(index.sequenced.items()):
         if sequence > call.sequence and ledger.calls[call_id].state is CallState.PENDING:
             fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
-    for call_id, version in list(index.generates.items()):
-        if version >= call.sequence and ledger.calls[call_id].state is CallState.PENDING:
-            fail(batch, ledger.calls[call_id], CallReason.PREDECESSOR_FAILED, message)
+    for waiting in ledger.waiting_for_version(call.model_id, call.sequence):
+        fail(batch, waiting, CallReason.PREDECESSOR_FAILED, message)
 
 
 def _lose_again(batch: Batch, model: Model, load: Call) -> None:

@@ -17,6 +17,7 @@ from plexrl_controller.dispatch.hub import Hub
 from plexrl_controller.dispatch.identifiers import time_ordered_id
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.orders import OrderBook
+from plexrl_controller.dispatch.pulls import concerned
 from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.dispatch.turns import Turns
@@ -246,10 +247,16 @@ class Core:
             case Worker():
                 return [record.worker_id]
             case Model():
-                return [record.worker_id] if record.worker_id is not None else []
+                own = [record.worker_id] if record.worker_id is not None else []
+                return [*own, *concerned(self.ledger, record.model_id)]
             case Call() | Session():
-                model = self.ledger.models.get(record.model_id)
-                return [model.worker_id] if model is not None and model.worker_id is not None else []
+                model_ids = [record.model_id]
+                if isinstance(record, Call) and record.source_model_id is not None:
+                    # What makes the next version of the source waits for this.
+                    model_ids.append(record.source_model_id)
+                models = [self.ledger.models[m] for m in model_ids if m in self.ledger.models]
+                own = [model.worker_id for model in models if model.worker_id is not None]
+                return [*own, *concerned(self.ledger, record.model_id)] if self.ledger.pulls_of_model else own
             case Job():
                 return list(self.ledger.groups)
             case _:

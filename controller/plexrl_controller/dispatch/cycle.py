@@ -14,6 +14,7 @@ from plexrl_controller.dispatch.cascade import fail, give_up_state
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.learning import learn_interval, learn_return
 from plexrl_controller.dispatch.ledger import Batch
+from plexrl_controller.dispatch.pulls import weight_source
 from plexrl_controller.dispatch.recovery import replay_orders, restore_order
 from plexrl_controller.dispatch.replays import replayed_call
 from plexrl_controller.dispatch.sessions import grace_left_s, note_shares, tell_grants
@@ -234,7 +235,13 @@ class GroupCycle:
                     worker_id=worker.worker_id,
                     worker_incarnation=worker.incarnation,
                 )
-            run = core.orders.run(call, self._spec(call), ready.after_sequence, concurrent=ready.concurrent)
+            run = core.orders.run(
+                call,
+                self._spec(call),
+                ready.after_sequence,
+                concurrent=ready.concurrent,
+                weights=weight_source(ledger, call) if call.source_model_id is not None else None,
+            )
             orders.append(run)
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s

@@ -165,6 +165,8 @@ class Ledger:
         self.call_by_request: dict[tuple[JobId, RequestId], tuple[str, CallId]] = {}
         self.calls_of_job: dict[JobId, OrderedDict[CallId, None]] = {}
         self.calls_of_model: dict[ModelId, ModelCalls] = {}
+        self.pulls_of_model: dict[ModelId, dict[CallId, int]] = {}
+        """Calls that are not terminal and take a model's rollout weights elsewhere, with the version that is wanted."""
         self.models_of_job: dict[JobId, dict[ModelId, None]] = {}
         self.models_of_worker: dict[WorkerId, dict[ModelId, None]] = {}
         self.calls_on_worker: dict[WorkerId, dict[CallId, None]] = {}
@@ -250,6 +252,13 @@ class Ledger:
         """A model's calls that are not terminal."""
         index = self.calls_of_model.get(model_id, ModelCalls())
         return [self.calls[c] for c in (*index.sequenced.values(), *index.generates)]
+
+    def waiting_for_version(self, model_id: ModelId, least: int) -> list[Call]:
+        """Pending calls that need a version of the model from `least` on: its generates, and loads of it elsewhere."""
+        index = self.calls_of_model.get(model_id, ModelCalls())
+        needed = {**index.generates, **self.pulls_of_model.get(model_id, {})}
+        waiting = [self.calls[call_id] for call_id, version in needed.items() if version >= least]
+        return [call for call in waiting if call.state is CallState.PENDING]
 
     def log(self, model_id: ModelId) -> ReplayLog:
         """A model's calls that can be executed again."""
@@ -389,6 +398,8 @@ class Ledger:
         if index is None:
             index = self.calls_of_model[call.model_id] = ModelCalls()
         live = call.state not in calls.TERMINAL
+        if call.source_model_id is not None:
+            self._put_pull(call, call.source_model_id, live=live)
         if call.kind.sequenced:
             if live:
                 index.sequenced[call.sequence] = call.call_id
@@ -425,6 +436,15 @@ class Ledger:
         if not live:
             for volatile in (self.ready_since, self.progress, self.ran_s, self.specs):
                 volatile.pop(call.call_id, None)
+
+    def _put_pull(self, call: Call, source_id: ModelId, *, live: bool) -> None:
+        pulls = self.pulls_of_model.setdefault(source_id, {})
+        if live:
+            pulls[call.call_id] = call.weights_version
+        else:
+            pulls.pop(call.call_id, None)
+        if not pulls:
+            del self.pulls_of_model[source_id]
 
 
 class Batch:

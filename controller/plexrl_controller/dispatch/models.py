@@ -195,10 +195,10 @@ async def resume_sequence(core: Core, key: Key, model: Model) -> int:
         raise FailedPrecondition(
             f"model {model.name} still runs calls of the sequence; wait for them, then resume", retry_after_s=0.2
         )
-    # Generates that wait for a version which will not be made now.
-    waiting = [core.ledger.calls[c] for c, version in index.generates.items() if version >= blocked_from]
+    # What waits for a version which will not be made now.
+    waiting = core.ledger.waiting_for_version(model.model_id, blocked_from)
     batch = core.batch()
-    for call in (*behind, *(call for call in waiting if call.state is CallState.PENDING)):
+    for call in (*behind, *waiting):
         message = f"sequence {blocked_from} was given up by ResumeSequence"
         fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
     batch.update(model, failed_sequence=0, due_sequence=model.last_sequence + 1)

@@ -96,9 +96,15 @@ class OrderBook:
         return order
 
     def run(
-        self, call: Call, spec: types_pb2.CallSpec, after_sequence: int, *, concurrent: bool = False
+        self,
+        call: Call,
+        spec: types_pb2.CallSpec,
+        after_sequence: int,
+        *,
+        concurrent: bool = False,
+        weights: worker_pb2.WeightSource | None = None,
     ) -> worker_pb2.Order:
-        """Execute the call's current attempt, together with others or alone."""
+        """Execute the call's current attempt, together with others or alone, with `weights` from elsewhere."""
         order = self._order(call.worker_incarnation)
         # In place: a message that is built apart is copied into its order.
         run = order.run_call
@@ -108,11 +114,19 @@ class OrderBook:
         run.concurrent = concurrent
         if call.kind is CallKind.SAVE_CHECKPOINT:
             run.new_checkpoint_id = call.checkpoint_id or ""
+        if weights is not None:
+            run.weight_source.CopyFrom(weights)
         run.spec.CopyFrom(spec)
         return order
 
     def replay(
-        self, model: Model, replay: Replay, place: int, spec: types_pb2.CallSpec, incarnation: int
+        self,
+        model: Model,
+        replay: Replay,
+        place: int,
+        spec: types_pb2.CallSpec,
+        incarnation: int,
+        weights: worker_pb2.WeightSource | None = None,
     ) -> worker_pb2.Order:
         """Execute a call again for its effect. The attempt is one that no earlier execution or recovery had."""
         call, order = replay.call, self._order(incarnation)
@@ -125,6 +139,7 @@ class OrderBook:
                 after_sequence=replay.after,
                 through_sequence=replay.through,
                 replay=True,
+                weight_source=weights,
             )
         )
         order.run_call.spec.CopyFrom(spec)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from plexrl_controller.dispatch.capabilities import capabilities_of
 from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
+from plexrl_controller.dispatch.pulls import can_be_pulled, older_pulls, waits_for
 from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId, SessionId
 from plexrl_controller.domain.records import Call, Model, Session
@@ -51,6 +52,8 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
             break
         if call.state is CallState.PENDING:
             if call.kind.makes_version and _draining(ledger, call, index):
+                break
+            if not can_be_pulled(ledger, call):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
             if call.kind not in expected_s:
@@ -121,8 +124,9 @@ def _expected_s(ledger: Ledger, model: Model, kind: CallKind) -> float | None:
 
 
 def _draining(ledger: Ledger, sync: Call, index: ModelCalls) -> list[CallId]:
-    """Generates at older versions that a version-making call must wait for."""
-    return [call_id for call_id, version in index.generates.items() if version < sync.sequence]
+    """What needs older versions, and a version-making call must wait for: generates, and loads of them elsewhere."""
+    older = [call_id for call_id, version in index.generates.items() if version < sync.sequence]
+    return older + older_pulls(ledger, sync.model_id, sync.sequence)
 
 
 def blocked(ledger: Ledger, call: Call) -> Blocked | None:
@@ -162,9 +166,11 @@ def blocked(ledger: Ledger, call: Call) -> Blocked | None:
     if call.kind.makes_version and (waiting := _draining(ledger, call, index)):
         return Blocked(
             CallReason.DRAINING_GENERATES,
-            f"{len(waiting)} generate call(s) at older versions finish first",
+            f"{len(waiting)} generate or load call(s) at older versions finish first",
             tuple(waiting[:16]),
         )
+    if not can_be_pulled(ledger, call):
+        return Blocked(CallReason.VERSION_NOT_READY, *waits_for(ledger, call))
     return None
 
 

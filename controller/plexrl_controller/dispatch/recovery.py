@@ -12,6 +12,7 @@ from plexrl_controller.dispatch.cascade import give_up_state, lose_model_state
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.orders import ReplayOrder
+from plexrl_controller.dispatch.pulls import weight_source
 from plexrl_controller.dispatch.replay_log import Recovery, Replay, RestorePoint, Source
 from plexrl_controller.dispatch.restore import replays_after, restore_points
 from plexrl_controller.domain.ids import WorkerId
@@ -26,7 +27,7 @@ MAX_RETRIES = 20
 MAX_ENGINE_DEATHS = 5
 """Engines that may die in the replays of one model before its state is given up."""
 
-_NOT_BEGUN = frozenset({"NOT_RESIDENT", "SHUTTING_DOWN", "CANCELLED", "TOO_MANY_ORDERS"})
+_NOT_BEGUN = frozenset({"NOT_RESIDENT", "SHUTTING_DOWN", "CANCELLED", "TOO_MANY_ORDERS", "PULL_FAILED"})
 _STALE = frozenset({"STALE_TERM", "STALE_INCARNATION", "STALE_ATTEMPT"})
 _START_OVER = frozenset({"STATE_LOST", "HOST_STATE_CORRUPT", "NOT_DEPLOYED", "ENGINE_DIED", "ENGINE_HUNG"})
 _COPY_IS_BAD = frozenset({"CHECKPOINT_CORRUPT", "CHECKPOINT_NOT_FOUND", "STATE_LOST"})
@@ -103,7 +104,9 @@ def replay_orders(core: Core, model: Model, calls: Sequence[ReadyCall], worker: 
         place = places[ready.call_id]
         recovery.in_flight.add(place)
         spec = core.ledger.specs.pop(ready.call_id)
-        orders.append(core.orders.replay(model, recovery.replays[place], place, spec, worker.incarnation))
+        replay = recovery.replays[place]
+        weights = weight_source(core.ledger, replay.call)
+        orders.append(core.orders.replay(model, replay, place, spec, worker.incarnation, weights))
     return orders
 
 

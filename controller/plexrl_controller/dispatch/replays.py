@@ -1,6 +1,9 @@
 """Where the replays of a recovering model stand, for the cycle and for people. Pure functions of the ledger."""
 
+from itertools import takewhile
+
 from plexrl_controller.dispatch.ledger import Ledger
+from plexrl_controller.dispatch.pulls import can_be_pulled
 from plexrl_controller.domain.ids import CallId, ModelId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.scheduling.views import ReadyCall
@@ -11,9 +14,9 @@ def ready_replays(ledger: Ledger, model: Model, limit: int) -> tuple[ReadyCall, 
     recovery = ledger.recoveries.get(model.model_id)
     if recovery is None:
         return ()
+    due = list(takewhile(lambda replay: can_be_pulled(ledger, replay.call), recovery.due[:limit]))
     return tuple(
-        ReadyCall(r.call.call_id, model.model_id, r.call.kind, recovery.started, after_sequence=r.after)
-        for r in recovery.due[:limit]
+        ReadyCall(r.call.call_id, model.model_id, r.call.kind, recovery.started, after_sequence=r.after) for r in due
     )
 
 

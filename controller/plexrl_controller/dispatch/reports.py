@@ -30,7 +30,7 @@ from plexrl_controller.payloads import inline
 _TRY_AGAIN = frozenset({"ENGINE_DIED", "ENGINE_HUNG", "OVER_BUDGET", "HOST_STATE_CORRUPT", "NOT_DEPLOYED"})
 # The attempt never began, for a reason that the controller can mend: it does not count against the call.
 _NOT_BEGUN = frozenset(
-    {"NOT_RESIDENT", "SHUTTING_DOWN", "STALE_TERM", "STALE_INCARNATION", "STALE_ATTEMPT", "CANCELLED"}
+    {"NOT_RESIDENT", "SHUTTING_DOWN", "STALE_TERM", "STALE_INCARNATION", "STALE_ATTEMPT", "CANCELLED", "PULL_FAILED"}
 )
 # What a call hears of a state that is being rebuilt: it waits, and runs when that is done.
 _STATE_IS_GONE = frozenset({"STATE_LOST", "HOST_STATE_CORRUPT", "SEQUENCE_MISMATCH", "NOT_DEPLOYED", "VERSION_GONE"})
@@ -204,7 +204,7 @@ class ReportRecorder:
         model = ledger.models[call.model_id]
         if call.kind is CallKind.LOAD_CHECKPOINT:
             # The state is what was loaded: nothing before it will ever be executed again.
-            shorten_log(batch, model, call.sequence)
+            shorten_log(batch, model, call.sequence if call.source_model_id is None else call.sequence - 1)
         elif call.kind is CallKind.SAVE_CHECKPOINT:
             cover(batch, model, self._core.recovery_policy.log_bytes)
 

@@ -16,7 +16,10 @@ def restore_points(ledger: Ledger, model: Model, *, on_disk: bool = False) -> Se
     """From what the present state can be rebuilt, the best first. `on_disk`: what outlives every worker."""
     found = [] if model.log_start else [RestorePoint(Source.BASE, 0, 0)]
     for call in ledger.log(model.model_id).after(0):
-        if call.kind is CallKind.LOAD_CHECKPOINT:
+        if call.source_model_id is not None:
+            # What it loaded is not kept: the base is built, and it is executed again.
+            found.append(RestorePoint(Source.BASE, call.sequence - 1, 0))
+        elif call.kind is CallKind.LOAD_CHECKPOINT:
             source = Source.CHECKPOINT if call.checkpoint_id else Source.BASE
             found.append(RestorePoint(source, call.sequence, call.sequence, call.checkpoint_id or ""))
     found += [

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plexrl.v1 import model_pb2, types_pb2
-from plexrl_controller.dispatch import limits
+from plexrl_controller.dispatch import limits, pulls
 from plexrl_controller.dispatch.cascade import end, settle
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
@@ -28,6 +28,8 @@ from plexrl_controller.domain.states import CallKind, CallReason, CallState, Job
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.payloads import inline
+
+_OF_ROLLOUTS = frozenset({CallKind.GENERATE, CallKind.LOAD_CHECKPOINT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,9 @@ def _accept(core: Core, batch: Batch, submission: Submission, payload: Payload) 
     ledger = core.ledger
     model = ledger.model(submission.model.model_id)
     _check_accepting(core, ledger.job(model.job_id), model, submission)
-    version = _place_in_sequence(batch, model, submission)
+    source_id = pulls.source_id(submission.kind, submission.spec)
+    pulled = 0 if source_id is None else pulls.version_to_pull(ledger, submission.spec.load_checkpoint.rollout)
+    version = _place_in_sequence(batch, model, submission) or pulled
     call = Call(
         call_id=CallId(core.new_id()),
         request_id=submission.request_id,
@@ -145,6 +149,7 @@ def _accept(core: Core, batch: Batch, submission: Submission, payload: Payload) 
         deadline=batch.now + submission.timeout_s,
         checkpoint_id=_checkpoint_id(core, submission),
         session_id=submission.session_id,
+        source_model_id=source_id,
     )
     if submission.session_id is not None:
         ledger.session_facts[submission.session_id].last_use = batch.now
@@ -227,6 +232,13 @@ def _check_accepting(core: Core, job: Job, model: Model, submission: Submission)
         CallKind.OPTIM_STEP,
     ):
         raise InvalidArgument(f"model {model.name} is a reference: it is never trained; create it with role policy")
+    if model.role == model_pb2.MODEL_ROLE_ROLLOUT and submission.kind not in _OF_ROLLOUTS:
+        raise InvalidArgument(
+            f"model {model.name} is of role rollout: it only generates, with weights that it loads; for "
+            f"{submission.kind.name.lower()} create one of role policy"
+        )
+    if submission.kind is CallKind.LOAD_CHECKPOINT:
+        pulls.check_load(core.ledger, model, submission.spec.load_checkpoint)
     if submission.kind in REPLAYED and (
         (kept_bytes := core.ledger.log(model.model_id).kept_bytes) >= core.recovery_policy.max_log_bytes
     ):
@@ -337,10 +349,13 @@ def _resolve_version(batch: Batch, model: Model, submission: Submission) -> int:
 
 
 def _abort_older_generates(batch: Batch, model: Model, sequence: int) -> None:
-    for call_id, version in list(batch.ledger.calls_of_model[model.model_id].generates.items()):
-        if version < sequence:
-            message = f"sync_weights at sequence {sequence} replaced version {version}"
-            end(batch, batch.ledger.calls[call_id], CallReason.VERSION_REPLACED, message)
+    """Ends what needs an older version, loads of it elsewhere among it."""
+    generates = batch.ledger.calls_of_model[model.model_id].generates
+    older = [call_id for call_id, version in generates.items() if version < sequence]
+    for call_id in (*older, *pulls.older_pulls(batch.ledger, model.model_id, sequence)):
+        call = batch.ledger.calls[call_id]
+        message = f"sync_weights at sequence {sequence} replaced version {call.weights_version}"
+        end(batch, call, CallReason.VERSION_REPLACED, message)
 
 
 def _checkpoint_id(core: Core, submission: Submission) -> CheckpointId | None:

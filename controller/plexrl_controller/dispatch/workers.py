@@ -10,6 +10,7 @@ from plexrl_controller.dispatch.cascade import lose_model_state
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.models import choose_worker
+from plexrl_controller.dispatch.pulls import concerned, weight_source
 from plexrl_controller.dispatch.replay_log import Source
 from plexrl_controller.dispatch.reports import note_lost_state, note_residency
 from plexrl_controller.dispatch.restore import restore_points
@@ -135,7 +136,8 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
-    core.wake(worker_id)
+    for waiting in (worker_id, *concerned(ledger, *ledger.models_of_worker[worker_id])):
+        core.wake(waiting)
 
 
 def _note_older_states(core: Core, batch: Batch, worker_id: WorkerId, status: worker_pb2.WorkerStatus) -> None:
@@ -163,7 +165,8 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
         earlier = [s for s in ledger.calls_of_model[call.model_id].sequenced if s < call.sequence]
         after = max(earlier, default=ledger.models[call.model_id].applied_sequence) if call.sequence else 0
         concurrent = ledger.session_of(call) is not None
-        orders.append(core.orders.run(call, await core.spec(call), after, concurrent=concurrent))
+        spec, weights = await core.spec(call), weight_source(ledger, call)
+        orders.append(core.orders.run(call, spec, after, concurrent=concurrent, weights=weights))
         if call.state is CallState.CANCELLING:
             # Its end may have been reported into the broken stream: an abort alone would not bring that report back.
             orders.append(core.orders.abort(call))

@@ -115,7 +115,7 @@ class Call:
     state: CallState
     sequence: int
     weights_version: int
-    """generate: the version it resolved to."""
+    """generate: the version it resolved to; load_checkpoint of rollout weights: their version in their own model."""
     spec: Payload | None
     create_time: float
     deadline: float
@@ -137,6 +137,8 @@ class Call:
     """Hash of the result of a call that can be replayed: what a replay is compared with."""
     session_id: SessionId | None = None
     """generate: the session that it was submitted in."""
+    source_model_id: ModelId | None = None
+    """load_checkpoint of rollout weights: the model that they are of."""
     revision: int = 1
 
 

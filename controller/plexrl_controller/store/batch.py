@@ -26,6 +26,7 @@ FIXED_FIELDS: dict[type[Any], frozenset[str]] = {
             "create_time",
             "deadline",
             "session_id",
+            "source_model_id",
         }
     ),
     Session: frozenset(field.name for field in fields(Session)) - {"state", "end_time", "revision"},

@@ -213,6 +213,7 @@ calls = Table(
     Column("acknowledged", Boolean, nullable=False),
     _text("outcome_sha256"),
     Column("session_id", Text),
+    Column("source_model_id", Text),
     *_revision(),
     UniqueConstraint("job_id", "request_id"),
     Index(

@@ -16,6 +16,7 @@ from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2, types_pb2
 from plexrl_controller.domain.errors import ControllerError, NotFound, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from tests.simulation.faults.client_stream import ClientStream
+from tests.simulation.faults.rollouts import Rollouts
 from tests.simulation.faults.service import JobOver, Service
 from tests.simulation.faults.truth import JobTruth, ModelTruth, Request
 
@@ -51,6 +52,8 @@ class Client:
         self._seed = rng.getrandbits(16)
         # Draws of its own, so that what else a client does is as it was before there were sessions.
         self._session_rng = random.Random(self._seed)
+        self.lease_s = LEASE_S
+        self.rollouts = Rollouts(self, self._seed)
         self._finishing = False
         self._numbers = 0
         self._round = 0
@@ -101,6 +104,7 @@ class Client:
         model = await self._ask("ModelService", "CreateModel", request)
         job.models.setdefault(model.model_id, ModelTruth(model.model_id, self._seed))
         self.next[model.model_id] = 1
+        await self.rollouts.create(base, model.model_id)
 
     async def _attach(self, job: JobTruth) -> None:
         """Another process, perhaps elsewhere: goes on from what the service says."""
@@ -109,12 +113,19 @@ class Client:
             answer = await self._ask("JobService", "AttachJob", job_pb2.AttachJobRequest(name=self.name))
         except NotFound:
             raise JobOver from None
-        self.next = {cursor.model.model_id: cursor.next_sequence for cursor in answer.models}
-        if not self.next:
+        sampled = [cursor for cursor in answer.models if cursor.model.role == model_pb2.MODEL_ROLE_ROLLOUT]
+        trained = [cursor for cursor in answer.models if cursor not in sampled]
+        self.next = {cursor.model.model_id: cursor.next_sequence for cursor in trained}
+        for cursor in sampled:
+            self.rollouts.adopt(next(iter(self.next)), cursor.model.model_id, cursor.next_sequence, self._seed)
+        if not self.next or not sampled:
+            # What an earlier process made is found, not made again.
+            known = dict(self.next)
             await self._create_model(job)
+            self.next |= known
         for model_id in self.next:
             job.models.setdefault(model_id, ModelTruth(model_id, self._seed))
-        self.broken = set(self.next)
+        self.broken = {*self.next, *self.rollouts.next}
         listed = {call.call_id for call in answer.calls}
         for call in answer.calls:
             self.world.truth.hear(job, call, whole=False)
@@ -170,6 +181,7 @@ class Client:
                 await self._submit(request, again=True)
         for model_id in self.next:
             await self._probe(model_id)
+        await self.rollouts.probe()
 
     async def _probe(self, model_id: str) -> None:
         """The model works, whatever happened. What struck before the calm may still show once or twice."""
@@ -217,6 +229,7 @@ class Client:
         if self.rng.random() < 0.75:
             await self._outcomes(requests, way)
             await self._acknowledge([r for r in requests if r.outcome is not None and self.rng.random() < 0.5])
+        await self.rollouts.play()
 
     async def _change_session(self, model_id: str) -> None:
         """Opens a session of the model, or ends the one that it has."""
@@ -253,9 +266,9 @@ class Client:
 
     def _request(self, model_id: str, function: str) -> Request:
         assert self.job is not None
-        sequence = 0
+        sequence, numbers = 0, self._numbers_of(model_id)
         if function != "generate":
-            sequence, self.next[model_id] = self.next[model_id], self.next[model_id] + 1
+            sequence, numbers[model_id] = numbers[model_id], numbers[model_id] + 1
         timeout = duration_pb2.Duration(seconds=self.rng.randint(1, 8)) if self.rng.random() < 0.05 else None
         message = call_pb2.SubmitCallRequest(
             request_id=self._id(),
@@ -271,6 +284,9 @@ class Client:
         self.job.requests[message.request_id] = request
         self.job.models[model_id].requests.append(request)
         return request
+
+    def _numbers_of(self, model_id: str) -> dict[str, int]:
+        return self.rollouts.next if model_id in self.rollouts.next else self.next
 
     def _spec(self, model_id: str, function: str) -> types_pb2.CallSpec:
         rng, spec = self.rng, types_pb2.CallSpec()
@@ -302,6 +318,8 @@ class Client:
                 )[0]
             case "save_checkpoint":
                 spec.save_checkpoint.label = self._id()
+            case "pull":
+                spec.load_checkpoint.rollout.model_id = self.rollouts.policy_of[model_id]
             case "load_checkpoint":
                 saved = self._saved(model_id)
                 if saved and rng.random() < 0.8:
@@ -462,7 +480,7 @@ class Client:
             self.world.note(self.name, "cannot resume", error.message)
             await asyncio.sleep(self.rng.expovariate(1 / 0.5))
             return
-        self.next[model_id] = answer.next_sequence
+        self._numbers_of(model_id)[model_id] = answer.next_sequence
         self.broken.discard(model_id)
 
     # Asking.

@@ -60,6 +60,7 @@ def result_of(run: worker_pb2.RunCallOrder, function: str, held: Deployed, numbe
             saved.manifest_sha256, saved.step, saved.sequence = "0" * 64, state.step, run.sequence
         case "load_checkpoint":
             result.load_checkpoint.weights_version, result.load_checkpoint.step = run.sequence, state.step
+            result.load_checkpoint.source_version = run.weight_source.weights_version
         case _:
             raise AssertionError(f"no result of {function}")
     return result

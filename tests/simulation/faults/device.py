@@ -25,6 +25,8 @@ class Device:
         self.failures = 0.0
         """Share of calls that the engine refuses with NON_FINITE."""
         self.models: dict[str, Deployed] = {}
+        self.peer_at: Callable[[str], Device | None] = lambda _: None
+        """The device whose worker listens at an address."""
 
     def held_on_device(self) -> set[str]:
         """The models that are on the device."""
@@ -124,6 +126,19 @@ class Device:
             return failed(code_pb2.FAILED_PRECONDITION, "SEQUENCE_MISMATCH", applied_sequence=str(held.applied))
         if function != "load_checkpoint" and not held.on_device:
             return failed(code_pb2.FAILED_PRECONDITION, "NOT_RESIDENT")
+        return self.not_pulled(run) if run.spec.load_checkpoint.HasField("rollout") else None
+
+    def not_pulled(self, run: worker_pb2.RunCallOrder) -> worker_pb2.OrderFinished | None:
+        """Why another worker does not give the weights, if it does not."""
+        source = run.weight_source
+        if not source.model_id:
+            return failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
+        peer = self.peer_at(source.address)
+        held = peer.models.get(source.model_id) if peer is not None else None
+        if held is None or held.lost or held.version < source.weights_version or self.rng.random() < self.failures:
+            return failed(code_pb2.UNAVAILABLE, "PULL_FAILED")
+        if held.version > source.weights_version:
+            return failed(code_pb2.FAILED_PRECONDITION, "VERSION_GONE")
         return None
 
     def execute(self, run: worker_pb2.RunCallOrder, incarnation: int) -> types_pb2.CallResult:
@@ -163,5 +178,11 @@ class Device:
             for model_id in others:
                 self._park(model_id)
         source = run.spec.load_checkpoint.checkpoint_id
-        held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
+        if run.spec.load_checkpoint.HasField("rollout"):
+            peer = self.peer_at(run.weight_source.address)
+            assert peer is not None, "see refusal"
+            rollout = peer.models[run.weight_source.model_id].state.rollout
+            held.state = State(rollout, rollout)
+        else:
+            held.state = self.shared.checkpoints[source][2] if source else State.base(held.order.base.init.seed)
         held.lost, held.on_device = False, True

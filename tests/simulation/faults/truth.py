@@ -29,6 +29,8 @@ EXPLAINED = {
     types_pb2.CALL_REASON_VERSION_REPLACED,
     types_pb2.CALL_REASON_DEADLINE_EXCEEDED,
 }
+# The model that they take weights from lost its state, or loaded another.
+EXPLAINED_OF_PULLS = {types_pb2.CALL_REASON_VERSION_GONE}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class ModelTruth:
     model_id: str
     seed: int
     requests: list[Request] = field(default_factory=list)
+    samples: str = ""
+    """The model whose rollout weights it takes, for one that takes any."""
 
 
 @dataclass
@@ -129,7 +133,11 @@ class Truth:
         if known is None:
             request.outcome = outcome
             self._check_made(request, call)
-            if outcome.reason not in EXPLAINED:
+            gone = (
+                call.reason == types_pb2.CALL_REASON_VERSION_GONE
+                and request.message.spec.load_checkpoint.rollout.model_id
+            )
+            if outcome.reason not in EXPLAINED and not gone:
                 reason = types_pb2.CallReason.Name(call.reason)
                 self.blame(f"{request.name} ended as {reason}: {call.error.message}")
             if outcome.succeeded and not outcome.result and not request.acknowledged:
@@ -156,16 +164,32 @@ class Truth:
     def check(self) -> None:
         """Everything that can only be judged with all outcomes known."""
         for job in self.jobs:
+            self._check_pulls(job)
             for request in job.requests.values():
                 if request.call_id and request.outcome is None:
                     self.blame(f"{request.name} was accepted as {request.call_id} and has no outcome")
-            for model in job.models.values():
-                self._check_model(model)
+            versions: dict[str, dict[int, set[int]]] = {}
+            for model in sorted(job.models.values(), key=lambda model: bool(model.samples)):
+                versions[model.model_id] = self._check_model(model, versions.get(model.samples, {}))
 
-    def _check_model(self, model: ModelTruth) -> None:
+    def _check_pulls(self, job: JobTruth) -> None:
+        """A version that somebody is to take elsewhere is not replaced before that, unless its state was lost."""
+        lost = {
+            request.message.model_id
+            for request in job.requests.values()
+            if request.rejected == "STATE_LOST"
+            or (request.outcome is not None and request.outcome.reason == types_pb2.CALL_REASON_STATE_LOST)
+        }
+        for request in job.requests.values():
+            gone = request.outcome is not None and request.outcome.reason == types_pb2.CALL_REASON_VERSION_GONE
+            if gone and request.message.spec.load_checkpoint.rollout.model_id not in lost:
+                self.blame(f"{request.name} found its version replaced")
+
+    def _check_model(self, model: ModelTruth, sampled: dict[int, set[int]]) -> dict[int, set[int]]:
         """Goes through the sequence with every state that the outcomes allow: mostly one.
 
-        A call that ended as STATE_LOST may have been applied before its state was lost: the protos say so.
+        A call that ended as STATE_LOST may have been applied before its state was lost: the protos say so. Returns its
+        versions, each with the rollout weights that it may be; `sampled` has those of the model whose weights it takes.
         """
         states = frozenset({State.base(model.seed)})
         versions = {0: {state.rollout for state in states}}
@@ -178,12 +202,16 @@ class Truth:
             if sequence in by_number:
                 self.blame(f"sequence {sequence} is both {by_number[sequence].name} and {request.name}")
             by_number[sequence] = request
-            if outcome is not None and outcome.reason == types_pb2.CALL_REASON_STATE_LOST:
+            pulls = spec.load_checkpoint.HasField("rollout")
+            if outcome is not None and outcome.reason == types_pb2.CALL_REASON_STATE_LOST and not pulls:
                 states |= {state.after(request.function, spec) for state in states}
             if outcome is None or not outcome.succeeded:
                 continue
             result = types_pb2.CallResult.FromString(outcome.result)
             match request.function:
+                case "load_checkpoint" if pulls:
+                    taken = sampled.get(result.load_checkpoint.source_version, set())
+                    states = frozenset(State(rollout, rollout) for rollout in taken)
                 case "load_checkpoint":
                     source = spec.load_checkpoint.checkpoint_id
                     states = checkpoints.get(source, frozenset()) if source else frozenset({State.base(model.seed)})
@@ -197,6 +225,7 @@ class Truth:
         for request in model.requests:
             if request.function == "generate" and request.outcome is not None and request.outcome.succeeded:
                 self._check_generate(request, request.outcome, versions)
+        return versions
 
     def _check_result(
         self, request: Request, result: types_pb2.CallResult, states: frozenset[State]

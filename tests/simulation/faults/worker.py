@@ -415,6 +415,10 @@ class WorkerProcess:
         if self.rng.random() < self.device.failures:
             self._end(execution, failed(code_pb2.INVALID_ARGUMENT, "NON_FINITE"), [])
             return
+        if run.spec.load_checkpoint.HasField("rollout") and (failure := self.device.not_pulled(run)) is not None:
+            # What was there when it began may have gone.
+            self._end(execution, failure, [])
+            return
         before = self.device.held_on_device()
         result = self.device.execute(run, self.incarnation)
         moved = before ^ self.device.held_on_device()

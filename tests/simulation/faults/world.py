@@ -25,6 +25,7 @@ from plexrl_controller.scheduling.policy import Policy
 from tests.simulation.faults import virtual_time
 from tests.simulation.faults.client import LEASE_S, Client
 from tests.simulation.faults.controller import LIFE, ControllerLife
+from tests.simulation.faults.device import Device
 from tests.simulation.faults.diagnosis import who_waits
 from tests.simulation.faults.state import Shared
 from tests.simulation.faults.store import Database
@@ -87,6 +88,7 @@ class World:
             for i in range(chance.randint(1, 3))
         ]
         for worker in self.workers:
+            worker.device.peer_at = self.device_at
             worker.device.capacity, worker.device.failures = chance.choice([1, 1, 2]), chance.choice([0.0, 0.02])
         rounds = chance.randint(3, 8) if plan.rounds is None else plan.rounds
         self.clients = [
@@ -125,6 +127,10 @@ class World:
         """The worker that listens there now, unless it cannot be reached."""
         found = next((w for w in self.workers if w.alive and w.address == address), None)
         return None if found is None or self._cut(f"{found.name}/stream") else found
+
+    def device_at(self, address: str) -> Device | None:
+        """What the worker holds that listens there now."""
+        return next((w.device for w in self.workers if w.alive and w.address == address), None)
 
     async def lag(self) -> None:
         """A message's way."""

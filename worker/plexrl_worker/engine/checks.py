@@ -3,12 +3,35 @@
 import math
 
 from plexrl_worker.engine.errors import InvalidArgument
-from plexrl_worker.engine.port import AdamWParams, SamplingParams, TokenBatch
+from plexrl_worker.engine.port import AdamWParams, DeploymentSettings, LoraSettings, SamplingParams, TokenBatch
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_COMPLETIONS_PER_CALL = 65536
 # Below this the generator would take another temperature than the one asked for.
 MIN_TEMPERATURE = 0.01
+
+
+def check_deployment(settings: DeploymentSettings, lora: LoraSettings | None) -> None:
+    """Raises InvalidArgument when a deployment's settings do not go together, or not with the engine's."""
+    if settings.micro_batch_tokens < 1:
+        raise InvalidArgument("micro_batch_tokens must be at least 1")
+    if settings.rollout_only and settings.trainable:
+        raise InvalidArgument("rollout_only: what is sampled alone is not trainable")
+    if settings.rollout_only and lora is not None:
+        raise InvalidArgument("rollout_only: not offered for LoRA deployments, sample the policy itself")
+
+
+def check_has_training_weights(deployment_id: str, settings: DeploymentSettings, function: str) -> None:
+    """Raises InvalidArgument when the deployment is sampled alone."""
+    if settings.rollout_only:
+        raise InvalidArgument(f"{function}: {deployment_id} is sampled alone, it has rollout weights and nothing else")
+
+
+def check_trainable(deployment_id: str, settings: DeploymentSettings, function: str) -> None:
+    """Raises InvalidArgument when the deployment is not trained."""
+    check_has_training_weights(deployment_id, settings, function)
+    if not settings.trainable:
+        raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
 
 
 def check_sampling(params: SamplingParams, prompts: TokenBatch, max_sequence_tokens: int) -> None:

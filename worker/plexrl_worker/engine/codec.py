@@ -110,6 +110,7 @@ def deployment_settings(message: e.DeclareRequest) -> port.DeploymentSettings:
         activation_checkpointing=message.activation_checkpointing,
         tokenizer_file=message.tokenizer_file or None,
         adapter_seed=message.adapter_seed,
+        rollout_only=message.rollout_only,
     )
 
 
@@ -121,6 +122,7 @@ def declare_request(value: port.DeploymentSettings) -> e.DeclareRequest:
         activation_checkpointing=value.activation_checkpointing,
         tokenizer_file=value.tokenizer_file or "",
         adapter_seed=value.adapter_seed,
+        rollout_only=value.rollout_only,
     )
 
 

@@ -25,13 +25,15 @@ class Preloaded:
 
 
 class Deployment:
-    """One deployment's memory and ledger. The rollout weights live in the generator's slot, not here."""
+    """One deployment's memory and ledger. The rollout weights live in the generator's slot, not here; one that is
+    sampled alone has no other memory.
+    """
 
     def __init__(
         self, deployment_id: str, settings: DeploymentSettings, trainer: Trainer, slot_bytes: int, device: Device
     ) -> None:
         weight_bytes = padded(4 * trainer.element_count)
-        sizes = [(Component.TRAIN_WEIGHTS, weight_bytes)]
+        sizes = [] if settings.rollout_only else [(Component.TRAIN_WEIGHTS, weight_bytes)]
         if settings.trainable:
             sizes += [(Component.GRADIENTS, weight_bytes), (Component.OPTIMIZER, 2 * weight_bytes)]
         self.regions: dict[Component, Region] = {component: device.region(size) for component, size in sizes}

@@ -16,11 +16,16 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from plexrl_worker.engine import checkpoints, losses
-from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.checks import (
+    check_adamw,
+    check_deployment,
+    check_has_training_weights,
+    check_sampling,
+    check_trainable,
+)
 from plexrl_worker.engine.concurrent import alone
 from plexrl_worker.engine.errors import (
     Aborted,
@@ -37,7 +42,15 @@ from plexrl_worker.engine.errors import (
     Yielded,
 )
 from plexrl_worker.engine.fake_faults import Faults
-from plexrl_worker.engine.fake_model import FakeDeployment, Sampled, Sampling, checksum, log_softmax
+from plexrl_worker.engine.fake_model import (
+    TABLE,
+    FakeDeployment,
+    Sampled,
+    Sampling,
+    base_weights,
+    checksum,
+    log_softmax,
+)
 from plexrl_worker.engine.memory import anonymous_bytes
 from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
@@ -51,12 +64,10 @@ from plexrl_worker.engine.port import (
     DeploymentSettings,
     DeploymentState,
     DeviceRelease,
-    DirectoryBase,
     EngineDescription,
     EngineSettings,
     Float32Array,
     Generation,
-    InitBase,
     LossBatch,
     LossName,
     LossParams,
@@ -71,8 +82,6 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
-
-_TABLE = "table"
 
 
 class FakeEngine:
@@ -116,6 +125,7 @@ class FakeEngine:
         """See port.Engine."""
         known = self._deployments.get(deployment_id)
         if known is None:
+            check_deployment(settings, self._settings.lora)
             known = self._deployments[deployment_id] = FakeDeployment(deployment_id, settings, self._vocab_size)
         elif known.settings != settings:
             raise InvalidArgument(f"{deployment_id} is declared with other settings: drop it first")
@@ -125,7 +135,7 @@ class FakeEngine:
         """See port.Engine."""
         deployment = self._on_device(deployment_id, "initialize", control)
         self._claim_slot(deployment_id)
-        weights = self._base_weights(base)
+        weights = base_weights(base, self._vocab_size)
         self._fill(deployment, weights.ravel(), None, weights.ravel())
         deployment.ledger.optimizer_step = 0
         deployment.ledger.rollout_version = rollout_version
@@ -297,7 +307,7 @@ class FakeEngine:
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "score", control)
+        deployment = self._with_training_weights(deployment_id, "score", control)
         deployment.ledger.require([Component.TRAIN_WEIGHTS], "score")
         return self._scores(deployment.table(Component.TRAIN_WEIGHTS, self._vocab_size), batch)
 
@@ -366,7 +376,7 @@ class FakeEngine:
 
     def sync(self, deployment_id: str, weights_version: int) -> None:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "sync", None)
+        deployment = self._with_training_weights(deployment_id, "sync", None)
         deployment.ledger.require([Component.TRAIN_WEIGHTS], "sync")
         self._claim_slot(deployment_id)
         deployment.arrays[Component.ROLLOUT_WEIGHTS] = deployment.arrays[Component.TRAIN_WEIGHTS].copy()
@@ -375,21 +385,21 @@ class FakeEngine:
 
     def save(self, deployment_id: str, directory: str, control: Control) -> SavedState:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "save", control)
+        deployment = self._with_training_weights(deployment_id, "save", control)
         deployment.ledger.require([entry.component for entry in deployment.layout.components], "save")
         path, size = Path(directory), self._vocab_size
         weights = deployment.table(Component.TRAIN_WEIGHTS, size)
         rollout = deployment.table(Component.ROLLOUT_WEIGHTS, size)
         (path / checkpoints.CONFIG_FILE).write_text(self._settings.config_json)
-        save_file({_TABLE: weights}, path / checkpoints.WEIGHTS_FILE)
+        save_file({TABLE: weights}, path / checkpoints.WEIGHTS_FILE)
         if not np.array_equal(weights, rollout):
-            save_file({_TABLE: rollout}, path / checkpoints.ROLLOUT_FILE)
+            save_file({TABLE: rollout}, path / checkpoints.ROLLOUT_FILE)
         if deployment.settings.trainable:
             first, second = deployment.arrays[Component.OPTIMIZER].reshape(2, size, size)
-            moments = {f"exp_avg.{_TABLE}": first, f"exp_avg_sq.{_TABLE}": second}
+            moments = {f"exp_avg.{TABLE}": first, f"exp_avg_sq.{TABLE}": second}
             save_file(moments, path / checkpoints.OPTIMIZER_FILE)
             if not deployment.ledger.is_zero(Component.GRADIENTS):
-                save_file({_TABLE: deployment.table(Component.GRADIENTS, size)}, path / checkpoints.GRADIENTS_FILE)
+                save_file({TABLE: deployment.table(Component.GRADIENTS, size)}, path / checkpoints.GRADIENTS_FILE)
         step, version = deployment.ledger.optimizer_step, deployment.ledger.rollout_version
         return checkpoints.commit(path, self._conditions(), {"numpy": np.__version__}, step, version, control.progress)
 
@@ -401,44 +411,30 @@ class FakeEngine:
         self._claim_slot(deployment_id)
         manifest = checkpoints.verify(Path(directory), control.progress)
         manifest.require(self._conditions())
-        weights = _read(manifest, checkpoints.WEIGHTS_FILE, _TABLE)
+        weights = _read(manifest, checkpoints.WEIGHTS_FILE, TABLE)
         if weights.shape != (self._vocab_size, self._vocab_size):
             raise CheckpointMismatch(f"{directory}: was written for another vocabulary")
         rollout = weights
         if checkpoints.ROLLOUT_FILE in manifest.files:
-            rollout = _read(manifest, checkpoints.ROLLOUT_FILE, _TABLE)
+            rollout = _read(manifest, checkpoints.ROLLOUT_FILE, TABLE)
         training = None
         if deployment.settings.trainable:
             if checkpoints.OPTIMIZER_FILE not in manifest.files:
                 raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
-            names = (f"exp_avg.{_TABLE}", f"exp_avg_sq.{_TABLE}")
+            names = (f"exp_avg.{TABLE}", f"exp_avg_sq.{TABLE}")
             moments = np.concatenate([_read(manifest, checkpoints.OPTIMIZER_FILE, name).ravel() for name in names])
             gradients = np.zeros_like(weights)
             if checkpoints.GRADIENTS_FILE in manifest.files:
-                gradients = _read(manifest, checkpoints.GRADIENTS_FILE, _TABLE)
+                gradients = _read(manifest, checkpoints.GRADIENTS_FILE, TABLE)
             training = (gradients.ravel(), moments)
         self._fill(deployment, weights.ravel(), training, rollout.ravel())
-        deployment.ledger.optimizer_step = manifest.optimizer_step
+        deployment.ledger.optimizer_step = 0 if deployment.settings.rollout_only else manifest.optimizer_step
         deployment.ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
         return deployment.ledger.state()
 
     def close(self) -> None:
         """See port.Engine."""
         self._deployments.clear()
-
-    def _base_weights(self, base: Base) -> Float32Array:
-        shape = (self._vocab_size, self._vocab_size)
-        match base:
-            case InitBase(seed):
-                return np.random.default_rng(seed).normal(0.0, 0.02, shape).astype(np.float32)
-            case DirectoryBase(path):
-                try:
-                    weights: Float32Array = load_file(Path(path) / checkpoints.WEIGHTS_FILE)[_TABLE]
-                except (OSError, KeyError, SafetensorError) as error:
-                    raise InvalidArgument(f"{path}: cannot read its weights: {error!r}") from error
-                if weights.shape != shape:
-                    raise InvalidArgument(f"{path}: {_TABLE} has shape {list(weights.shape)}, want {list(shape)}")
-                return weights
 
     def _conditions(self) -> dict[str, str]:
         return {
@@ -467,8 +463,10 @@ class FakeEngine:
         training: tuple[Float32Array, Float32Array] | None,
         rollout: Float32Array,
     ) -> None:
-        """Sets all components; `training` is (gradients, moments), None for zeros."""
-        arrays = {Component.TRAIN_WEIGHTS: weights, Component.ROLLOUT_WEIGHTS: rollout}
+        """Sets all components that there are; `training` is (gradients, moments), None for zeros."""
+        arrays = {Component.ROLLOUT_WEIGHTS: rollout}
+        if not deployment.settings.rollout_only:
+            arrays[Component.TRAIN_WEIGHTS] = weights
         if deployment.settings.trainable:
             zeros = (np.zeros(weights.size, np.float32), np.zeros(2 * weights.size, np.float32))
             arrays[Component.GRADIENTS], arrays[Component.OPTIMIZER] = training or zeros
@@ -490,10 +488,14 @@ class FakeEngine:
             self._faults.strike(function, control)
         return deployment
 
+    def _with_training_weights(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
+        deployment = self._on_device(deployment_id, function, control)
+        check_has_training_weights(deployment_id, deployment.settings, function)
+        return deployment
+
     def _trainable(self, deployment_id: str, function: str, control: Control | None) -> FakeDeployment:
         deployment = self._on_device(deployment_id, function, control)
-        if not deployment.settings.trainable:
-            raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
+        check_trainable(deployment_id, deployment.settings, function)
         return deployment
 
     def _claim_slot(self, deployment_id: str) -> None:

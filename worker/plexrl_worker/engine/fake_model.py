@@ -4,24 +4,34 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
-from plexrl_worker.engine.errors import Aborted, Yielded
+from plexrl_worker.engine import checkpoints
+from plexrl_worker.engine.errors import Aborted, InvalidArgument, Yielded
 from plexrl_worker.engine.fake_faults import Faults
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import (
+    Base,
     ByteArray,
     Component,
     ConcurrentGenerate,
     DeploymentSettings,
+    DirectoryBase,
     FinishReason,
     Float32Array,
     Generation,
+    InitBase,
     ParkedComponent,
     SamplingParams,
 )
 from plexrl_worker.engine.seeds import completion_seed
+
+TABLE = "table"
+"""The one tensor in files."""
 
 _HELD_S = 0.002
 
@@ -33,7 +43,7 @@ class FakeDeployment:
 
     def __init__(self, deployment_id: str, settings: DeploymentSettings, vocab_size: int) -> None:
         size_bytes = 4 * vocab_size * vocab_size
-        sizes = [(Component.TRAIN_WEIGHTS, size_bytes)]
+        sizes = [] if settings.rollout_only else [(Component.TRAIN_WEIGHTS, size_bytes)]
         if settings.trainable:
             sizes += [(Component.GRADIENTS, size_bytes), (Component.OPTIMIZER, 2 * size_bytes)]
         sizes.append((Component.ROLLOUT_WEIGHTS, size_bytes))
@@ -77,6 +87,22 @@ class Sampled:
     logprobs: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     reasons: list[FinishReason] = field(default_factory=list)
+
+
+def base_weights(base: Base, vocab_size: int) -> Float32Array:
+    """First weights: float32 [vocab_size, vocab_size]. Raises InvalidArgument for a directory without them."""
+    shape = (vocab_size, vocab_size)
+    match base:
+        case InitBase(seed):
+            return np.random.default_rng(seed).normal(0.0, 0.02, shape).astype(np.float32)
+        case DirectoryBase(path):
+            try:
+                weights: Float32Array = load_file(Path(path) / checkpoints.WEIGHTS_FILE)[TABLE]
+            except (OSError, KeyError, SafetensorError) as error:
+                raise InvalidArgument(f"{path}: cannot read its weights: {error!r}") from error
+            if weights.shape != shape:
+                raise InvalidArgument(f"{path}: {TABLE} has shape {list(weights.shape)}, want {list(shape)}")
+            return weights
 
 
 def checksum(raw: ByteArray) -> int:

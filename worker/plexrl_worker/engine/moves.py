@@ -44,10 +44,9 @@ class StateMover:
         if owner is not None and owner != deployment_id:
             raise SlotOccupied(f"the generator holds the weights of {owner}: swap them out first")
 
-    def fill_slot(self, deployment: Deployment, weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Puts weights, by their Hugging Face names, into the generator; None: they are there already."""
-        if weights is not None:
-            self._generator.slot.fill(weights)
+    def fill_slot(self, deployment: Deployment, weights: Mapping[str, torch.Tensor]) -> None:
+        """Puts weights, by their Hugging Face names, into the generator."""
+        self._generator.slot.fill(weights)
         self._own_slot(deployment)
         deployment.ledger.write(Component.ROLLOUT_WEIGHTS)
 

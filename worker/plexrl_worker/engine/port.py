@@ -131,7 +131,8 @@ class DeploymentSettings:
 
     trainable: False for a reference, which has no gradients and no optimizer. micro_batch_tokens: most tokens, padding
     included, in one forward pass of the trainer (a longer single sequence still runs alone). tokenizer_file: a
-    tokenizer.json, needed for stop strings only. adapter_seed: of a LoRA deployment's first adapter.
+    tokenizer.json, needed for stop strings only. adapter_seed: of a LoRA deployment's first adapter. rollout_only:
+    sampled alone, its state is its rollout weights and the optimizer step always 0; not trainable, not with LoRA.
     """
 
     trainable: bool = True
@@ -139,6 +140,7 @@ class DeploymentSettings:
     activation_checkpointing: bool = False
     tokenizer_file: str | None = None
     adapter_seed: int = 0
+    rollout_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -398,7 +400,11 @@ class Engine(Protocol):
     """An engine of one architecture and configuration.
 
     Every method raises EngineError kinds only, and leaves the state as it was when it raises, unless it says
-    otherwise. All that take a deployment raise UnknownDeployment.
+    otherwise. All that take a deployment raise UnknownDeployment. For one that is sampled alone, score,
+    forward_backward, optim_step, sync and save raise InvalidArgument.
+
+    Deployments of one engine that have the same rollout weights have the same bytes of them in their host images, and
+    the same checksum: one can be given another's with swap_in, under a version of its own.
     """
 
     def describe(self) -> EngineDescription:
@@ -408,7 +414,8 @@ class Engine(Protocol):
     def declare(self, deployment_id: str, settings: DeploymentSettings) -> StateLayout:
         """Makes a deployment known, with no state yet: initialize, load or swap_in brings it.
 
-        Declaring it again with equal settings returns the same layout; with others it raises InvalidArgument.
+        Declaring it again with equal settings returns the same layout; with others it raises InvalidArgument, as for
+        settings that do not go together.
         """
         ...
 
@@ -563,6 +570,7 @@ class Engine(Protocol):
     ) -> DeploymentState:
         """Replaces the state by a saved one, bit for bit. rollout_version None keeps the saved number.
 
+        One that is sampled alone takes the saved rollout weights, and nothing else.
         Raises CheckpointCorrupt, CheckpointMismatch, SlotOccupied.
         """
         ...

@@ -3,19 +3,25 @@
 Owns residency and versions; leaves computing to `trainer` and `generator`, memory to `device`, files to `checkpoints`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 import vllm
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from plexrl_worker.engine import checkpoints, lora, losses, model_config
-from plexrl_worker.engine.checks import check_adamw, check_sampling
+from plexrl_worker.engine.bases import base_weights, read_directory
+from plexrl_worker.engine.checks import (
+    check_adamw,
+    check_deployment,
+    check_has_training_weights,
+    check_sampling,
+    check_trainable,
+)
 from plexrl_worker.engine.concurrent import Checked, alone
 from plexrl_worker.engine.deployment import Deployment
 from plexrl_worker.engine.device import CpuDevice, CudaDevice, Device
@@ -63,7 +69,7 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
-from plexrl_worker.engine.trainer import ParameterView, Trainer
+from plexrl_worker.engine.trainer import Trainer
 
 
 def start(settings: EngineSettings, directory: Path | None = None) -> "VllmTorchEngine":
@@ -100,7 +106,9 @@ class VllmTorchEngine:
             )
         self._trainer = Trainer(config, settings.precision, self._device.torch_device, settings.lora)
         shapes = {view.name: view.shape for view in self._trainer.parameters}
-        weights = self._read_base(settings.lora.base, self._trainer.base_parameters) if settings.lora else None
+        weights = None
+        if settings.lora is not None and isinstance(settings.lora.base, DirectoryBase):
+            weights = read_directory(settings.lora.base.path, self._trainer.base_parameters, settings.config_json)
         with base_directory(settings, self._trainer, weights, directory) as base:
             self._generator = Generator(settings, self._max_sequence_tokens, shapes, self._device, directory, base)
         if settings.lora is not None:
@@ -130,8 +138,7 @@ class VllmTorchEngine:
         """See port.Engine."""
         known = self._deployments.get(deployment_id)
         if known is None:
-            if settings.micro_batch_tokens < 1:
-                raise InvalidArgument("micro_batch_tokens must be at least 1")
+            check_deployment(settings, self._settings.lora)
             slot_bytes = self._generator.slot.size_bytes
             known = Deployment(deployment_id, settings, self._trainer, slot_bytes, self._device)
             self._deployments[deployment_id] = known
@@ -145,7 +152,22 @@ class VllmTorchEngine:
         self._mover.claim_slot(deployment_id)
         if self._settings.lora is not None and base != self._settings.lora.base:
             raise InvalidArgument(f"{deployment_id} is an adapter over another base than the engine's")
-        tensors = None if self._settings.lora else self._read_base(base, self._trainer.parameters)
+        if deployment.settings.rollout_only:
+            self._mover.take(deployment)
+            self._mover.fill_slot(deployment, base_weights(base, self._trainer, self._settings.config_json))
+            # The base was in host memory for this moment alone.
+            self._device.trim()
+        else:
+            self._fill_all(deployment, base)
+        deployment.ledger.optimizer_step = 0
+        deployment.ledger.rollout_version = rollout_version
+        return deployment.ledger.state()
+
+    def _fill_all(self, deployment: Deployment, base: Base) -> None:
+        """Fills what a deployment that has training weights has."""
+        tensors = None
+        if isinstance(base, DirectoryBase) and self._settings.lora is None:
+            tensors = read_directory(base.path, self._trainer.parameters, self._settings.config_json)
         self._mover.take(deployment)
         flat = deployment.flat(Component.TRAIN_WEIGHTS)
         if tensors is not None:
@@ -154,15 +176,12 @@ class VllmTorchEngine:
             self._trainer.random_weights(base.seed, flat)
         else:
             self._trainer.random_weights(deployment.settings.adapter_seed, flat)
-        self._mover.fill_slot(deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
+        self._mover.fill_slot(deployment, self._named(flat))
         deployment.ledger.write(Component.TRAIN_WEIGHTS)
         if deployment.settings.trainable:
             for component in (Component.GRADIENTS, Component.OPTIMIZER):
                 deployment.regions[component].pieces[0].zero_()
                 deployment.ledger.write(component, zero=True)
-        deployment.ledger.optimizer_step = 0
-        deployment.ledger.rollout_version = rollout_version
-        return deployment.ledger.state()
 
     def attach_host(self, deployment_id: str, image: ByteArray) -> None:
         """See port.Engine."""
@@ -266,7 +285,7 @@ class VllmTorchEngine:
 
     def score(self, deployment_id: str, batch: TokenBatch, control: Control) -> Float32Array:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "score")
+        deployment = self._with_training_weights(deployment_id, "score")
         deployment.ledger.require([Component.TRAIN_WEIGHTS], "score")
         losses.check_tokens(batch, int(self._config.vocab_size), self._max_sequence_tokens)
         self._trainer.bind(deployment.flat(Component.TRAIN_WEIGHTS), None)
@@ -318,7 +337,7 @@ class VllmTorchEngine:
 
     def sync(self, deployment_id: str, weights_version: int) -> None:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "sync")
+        deployment = self._with_training_weights(deployment_id, "sync")
         deployment.ledger.require([Component.TRAIN_WEIGHTS], "sync")
         self._mover.claim_slot(deployment_id)
         self._mover.fill_slot(deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)))
@@ -326,7 +345,7 @@ class VllmTorchEngine:
 
     def save(self, deployment_id: str, directory: str, control: Control) -> SavedState:
         """See port.Engine."""
-        deployment = self._on_device(deployment_id, "save")
+        deployment = self._with_training_weights(deployment_id, "save")
         ledger, path = deployment.ledger, Path(directory)
         ledger.require(ledger.existing(ALL_COMPONENTS), "save")
         weights = self._named(deployment.flat(Component.TRAIN_WEIGHTS))
@@ -363,26 +382,25 @@ class VllmTorchEngine:
         self._mover.claim_slot(deployment_id)
         manifest = checkpoints.verify(Path(directory), control.progress)
         manifest.require(self._conditions())
-        trainable = deployment.settings.trainable
+        trainable, alone = deployment.settings.trainable, deployment.settings.rollout_only
         if trainable and checkpoints.OPTIMIZER_FILE not in manifest.files:
             raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
         self._mover.take(deployment)
         ledger = deployment.ledger
         if self._settings.lora is None:
-            weights = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
+            rollout = load_file(manifest.directory / checkpoints.WEIGHTS_FILE)
         else:
-            weights = lora.model_names(load_file(manifest.directory / lora.WEIGHTS_FILE))
-        self._trainer.copy_weights(weights, deployment.flat(Component.TRAIN_WEIGHTS))
-        ledger.write(Component.TRAIN_WEIGHTS)
+            rollout = lora.model_names(load_file(manifest.directory / lora.WEIGHTS_FILE))
+        if not alone:
+            self._trainer.copy_weights(rollout, deployment.flat(Component.TRAIN_WEIGHTS))
+            ledger.write(Component.TRAIN_WEIGHTS)
+            rollout = self._named(deployment.flat(Component.TRAIN_WEIGHTS))
         if trainable:
             self._load_training(deployment, manifest)
         if checkpoints.ROLLOUT_FILE in manifest.files:
-            self._generator.slot.fill(load_file(manifest.directory / checkpoints.ROLLOUT_FILE))
-        from_training = checkpoints.ROLLOUT_FILE not in manifest.files
-        self._mover.fill_slot(
-            deployment, self._named(deployment.flat(Component.TRAIN_WEIGHTS)) if from_training else None
-        )
-        ledger.optimizer_step = manifest.optimizer_step
+            rollout = load_file(manifest.directory / checkpoints.ROLLOUT_FILE)
+        self._mover.fill_slot(deployment, rollout)
+        ledger.optimizer_step = 0 if alone else manifest.optimizer_step
         ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
         return ledger.state()
 
@@ -405,27 +423,6 @@ class VllmTorchEngine:
         else:
             gradients.zero_()
             deployment.ledger.write(Component.GRADIENTS, zero=True)
-
-    def _read_base(self, base: Base, wanted: Sequence[ParameterView]) -> dict[str, torch.Tensor] | None:
-        """A directory's tensors, None for another base. Raises InvalidArgument unless they are this architecture's."""
-        if not isinstance(base, DirectoryBase):
-            return None
-        directory = Path(base.path)
-        try:
-            stated = (directory / checkpoints.CONFIG_FILE).read_text()
-            model_config.require_same(stated, self._settings.config_json)
-            tensors: dict[str, torch.Tensor] = {}
-            for file in checkpoints.weight_files(directory):
-                tensors |= load_file(file)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise InvalidArgument(f"{directory}: cannot read its weights: {error}") from error
-        for view in wanted:
-            if view.name not in tensors:
-                raise InvalidArgument(f"{directory}: has no tensor {view.name}, which the architecture needs")
-            if tensors[view.name].shape != view.shape:
-                shape = list(tensors[view.name].shape)
-                raise InvalidArgument(f"{directory}: {view.name} has shape {shape}, want {list(view.shape)}")
-        return tensors
 
     def _named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {view.name: view.of(flat) for view in self._trainer.parameters}
@@ -453,10 +450,14 @@ class VllmTorchEngine:
             raise DeviceNotHeld(f"{function}: the engine has released the device")
         return deployment
 
+    def _with_training_weights(self, deployment_id: str, function: str) -> Deployment:
+        deployment = self._on_device(deployment_id, function)
+        check_has_training_weights(deployment_id, deployment.settings, function)
+        return deployment
+
     def _trainable(self, deployment_id: str, function: str) -> Deployment:
         deployment = self._on_device(deployment_id, function)
-        if not deployment.settings.trainable:
-            raise InvalidArgument(f"{function}: {deployment_id} is a reference, which is not trained")
+        check_trainable(deployment_id, deployment.settings, function)
         return deployment
 
     def _rollout(self, deployment_id: str, weights_version: int, function: str) -> Deployment:

@@ -1,0 +1,75 @@
+"""Real vLLM on two workers: a policy trains on one, its rollouts sample on the other, with the very same weights."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import plexrl
+from plexrl_controller.embedded.cluster import LocalCluster
+from plexrl_controller.embedded.settings import ClusterSettings
+from tests.e2e.test_shared_worker import PROMPTS, QWEN
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    settings = ClusterSettings(
+        data_dir=tmp_path_factory.mktemp("cluster") / "plexrl",
+        engine="vllm",
+        workers=2,
+        device_state_bytes="2M",
+        kv_cache_bytes="32M",
+        threads=1,
+        restart_delay_s=0.1,
+    )
+    with LocalCluster(settings) as cluster:
+        yield cluster
+
+
+def step(policy: plexrl.Model, completions: plexrl.Completions) -> None:
+    advantages = [1.0 if row[0] % 2 else -1.0 for row in completions.token_ids]
+    batch = plexrl.TrainingBatch.from_completions(PROMPTS, completions, advantages)
+    policy.forward_backward(batch, loss="grpo")
+    policy.optim_step(lr=1e-2)
+    policy.sync_weights()
+
+
+def sampled(model: plexrl.Model, seed: int) -> plexrl.Completions:
+    return model.generate(PROMPTS, n=2, max_tokens=6, seed=seed)
+
+
+def assert_equal(one: plexrl.Completions, other: plexrl.Completions) -> None:
+    assert [list(row) for row in one.token_ids] == [list(row) for row in other.token_ids]
+    assert [list(row) for row in one.logprobs] == [list(row) for row in other.logprobs]
+
+
+def test_rollouts_sample_what_the_policy_has_learned_through_deaths_of_both(local: LocalCluster) -> None:
+    with plexrl.connect(local.endpoint, token=local.token) as cluster, cluster.job("split") as job:
+        base = plexrl.Init(QWEN, seed=1)
+        policy = job.model("policy", base=base)
+        rollouts = job.model("rollouts", base=base, role="rollout", affinity=plexrl.Affinity(avoid=[policy]))
+        for model in (policy, rollouts):
+            model.wait_until_placed()
+        assert_equal(sampled(policy, 0), sampled(rollouts, 0))
+        for number in range(1, 4):
+            step(policy, sampled(rollouts, number))
+            before = sampled(rollouts, number)
+            pulled = rollouts.pull_weights(policy)
+            after = sampled(rollouts, number)
+            assert pulled.source_version == policy.generate(PROMPTS, max_tokens=1).weights_version
+            assert_equal(sampled(policy, number), after)
+            assert any(not np.array_equal(*pair) for pair in zip(before.logprobs, after.logprobs, strict=True))
+
+        # Both engines die, one after the other, and with them what was on their devices.
+        for name in ("worker-0", "worker-1"):
+            os.kill(local.pids()[name], signal.SIGKILL)
+            assert_equal(sampled(policy, 9), sampled(rollouts, 9))
+
+        # Both sides at once: the next rollouts are under way while the step is made.
+        ahead = rollouts.generate.submit(PROMPTS, n=2, max_tokens=6, seed=10)
+        step(policy, sampled(policy, 10))
+        rollouts.pull_weights(policy)
+        assert ahead.result(120).token_ids
+        assert_equal(sampled(policy, 11), sampled(rollouts, 11))
