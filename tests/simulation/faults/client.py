@@ -404,7 +404,10 @@ class Client:
                 await asyncio.sleep(self.rng.expovariate(1 / 0.3))
             if loop.time() >= look_s:
                 look_s = loop.time() + PATIENCE_S
-                for model_id in sorted(self.broken & {r.message.model_id for r in waiting}):
+                concerned = {r.message.model_id for r in waiting}
+                # A pull waits behind a gap of its policy's too.
+                concerned |= {self.rollouts.policy_of[m] for m in concerned if m in self.rollouts.policy_of}
+                for model_id in sorted(self.broken & concerned):
                     await self._resume(model_id)
         for request in requests:
             if request.outcome is None:
