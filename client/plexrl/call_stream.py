@@ -221,7 +221,9 @@ class CallStream:
         for first in range(0, len(waiting), MAX_FRAME_ACKS):
             request = c.AckCallsRequest(job_id=self._job_id, call_ids=waiting[first : first + MAX_FRAME_ACKS])
             try:
-                self.connection.unary(self.connection.calls.AckCalls, request, retry_for_s=LAST_ACKS_S)
+                self.connection.unary(
+                    self.connection.calls.AckCalls, request, timeout_s=LAST_ACKS_S, retry_for_s=LAST_ACKS_S
+                )
             except errors.PlexRLError as error:
                 log.info("results that were taken will be told again to whoever attaches to the job: %s", error)
                 return

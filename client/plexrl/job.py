@@ -144,8 +144,10 @@ class Job:
 
     def detach(self) -> None:
         """Lets go without ending the job: `cluster.attach` takes it up elsewhere, before its lease runs out."""
-        self._stream.send_acks()
-        self._let_go()
+        try:
+            self._stream.send_acks()
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         self._over = True

@@ -293,7 +293,8 @@ class Model:
 
         They are those of the newest `sync_weights` of the policy that was submitted before this, and become a version
         of this model; the result names both. A later `sync_weights` of the policy waits until they are here
-        (in_flight="drain") or has this end with VersionGone. After StateLost, pull again.
+        (in_flight="drain") or has this end with VersionGone. After StateLost, pull again; after a pull that ended
+        otherwise than well, `resume()` first.
         """
         source = t.RolloutSource(model_id=policy.model_id)
         spec = t.CallSpec(load_checkpoint=t.LoadCheckpointSpec(rollout=source))

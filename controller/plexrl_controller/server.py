@@ -105,6 +105,7 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
     for service in ("", *(f"plexrl.v1.{name}" for name in SERVICES)):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
     # What the start made, the loaded records among it, mostly stays: looking through it would stop all calls each time.
+    gc.collect()
     gc.freeze()
     _log.info("controller_serving", endpoint=endpoint, term=term)
     try:

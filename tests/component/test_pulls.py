@@ -8,9 +8,12 @@ import pytest
 from plexrl.v1 import model_pb2, types_pb2, worker_pb2
 from plexrl_controller.api.explain import explain
 from plexrl_controller.dispatch import models
+from plexrl_controller.dispatch.cascade import give_up_state
 from plexrl_controller.domain.errors import FailedPrecondition, InvalidArgument
+from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Job, Model
 from plexrl_controller.domain.states import CallReason, CallState, ModelState
+from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
 from tests.support.leader import Leader, running_leader
@@ -53,6 +56,15 @@ class Pair:
 
     async def generate(self) -> str:
         return await self.submit(self.rollouts, specs.generate(), sequenced=False)
+
+    async def rejoin(self, double: WorkerDouble) -> None:
+        """A new life of a worker."""
+        await join(self.leader.core, self.leader.dispatcher, self.leader.transport, double)
+        await self.leader.settle()
+
+    def model(self, model: Model) -> Model:
+        """Its present record."""
+        return self.leader.core.ledger.models[model.model_id]
 
     def state(self, call_id: str) -> CallState:
         return self.leader.call(call_id).state
@@ -171,6 +183,9 @@ async def test_a_source_that_cannot_be_reached_is_asked_again() -> None:
         while not (reports := both.rollout_worker.run(1))[-1].finished.HasField("error"):
             await both.tell(reports)
         await both.tell(reports)
+        core = both.leader.core
+        said, _ = explain(core, both.leader.call(pull), core.clock.now())
+        assert "the attempt before did not begin: PULL_FAILED: the double says PULL_FAILED" in said
         both.leader.worker.unreachable = False
         await both.work()
         call = both.leader.call(pull)
@@ -184,7 +199,7 @@ async def test_rollouts_that_died_take_the_version_again() -> None:
         await both.pull()
         await both.work()
         both.rollout_worker.die()
-        await join(both.leader.core, both.leader.dispatcher, both.leader.transport, both.rollout_worker)
+        await both.rejoin(both.rollout_worker)
         generated = await both.generate()
         await both.work()
         assert both.state(generated) is CallState.SUCCEEDED
@@ -198,7 +213,7 @@ async def test_rollouts_that_died_when_their_version_was_gone_say_so_and_take_th
         await both.sync()
         await both.work()
         both.rollout_worker.die()
-        await join(both.leader.core, both.leader.dispatcher, both.leader.transport, both.rollout_worker)
+        await both.rejoin(both.rollout_worker)
         await both.work()
         assert both.leader.core.ledger.models[both.rollouts.model_id].state is ModelState.STATE_LOST
         pull, generated = await both.pull(), await both.generate()
@@ -237,6 +252,116 @@ async def test_a_pull_of_a_model_that_goes_fails() -> None:
         await models.delete_model(both.leader.core, both.leader.core.ledger.models[both.policy.model_id])
         await both.work()
         assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.VERSION_GONE)
+
+
+async def test_a_pull_hears_that_its_source_was_lost_where_nothing_else_moves() -> None:
+    async with pair() as both:
+        await both.submit(both.policy, specs.optim_step())
+        await both.sync()
+        await both.work()
+        both.leader.worker.die()
+        both.leader.worker.fail_next["optim_step"] = (3, "NON_FINITE")
+        await both.rejoin(both.leader.worker)
+        pull = await both.pull()
+        assert both.state(pull) is CallState.PENDING
+        await both.work()
+        assert both.model(both.policy).state is ModelState.STATE_LOST
+        assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.VERSION_GONE)
+        with pytest.raises(FailedPrecondition, match="model policy: the training state"):
+            await both.pull()
+
+
+async def test_a_pull_hears_that_its_source_could_not_be_built() -> None:
+    async with pair() as both:
+        core = both.leader.core
+        base = model_pb2.ModelBase.FromString(both.policy.base)
+        settings, affinity = model_pb2.ModelSettings(), types_pb2.Affinity()
+        spec = models.ModelSpec("other", base, model_pb2.MODEL_ROLE_POLICY, settings, affinity)
+        other = await models.create_model(core, both.leader.key("model"), both.job, spec)
+        pull = await both.submit(both.rollouts, specs.pull(other.model_id))
+        await both.leader.settle()
+        batch = core.batch()
+        batch.transition(core.ledger.models[other.model_id], ModelEvent.BUILD_FAILED, message="for a test")
+        core.queue(batch)
+        await both.leader.settle()
+        while reports := both.rollout_worker.run(1):
+            await both.tell(reports)
+        assert both.state(pull) is CallState.FAILED
+
+
+async def test_both_workers_die_and_the_rollouts_are_rebuilt_first() -> None:
+    async with pair() as both:
+        await both.submit(both.policy, specs.optim_step())
+        await both.sync()
+        await both.pull()
+        await both.work()
+        for double in (both.leader.worker, both.rollout_worker):
+            double.die()
+        for double in (both.leader.worker, both.rollout_worker):
+            await both.rejoin(double)
+        generated = await both.generate()
+        while reports := both.rollout_worker.run(1):
+            await both.tell(reports)
+        await both.work()
+        assert both.state(generated) is CallState.SUCCEEDED
+        assert both.sampled_from() == (1, 2)
+
+
+async def test_what_is_built_only_to_load_into_is_given_to_nobody() -> None:
+    """G06: the base that stands for a lost policy until its checkpoint is loaded is no version of it."""
+    async with pair() as both:
+        core = both.leader.core
+        await both.submit(both.policy, specs.optim_step())
+        await both.sync()
+        await both.leader.work()
+        both.rollout_worker.die()
+        core.ledger.groups[both.rollouts.worker_id or WorkerId("")].connected = False
+        pull = await both.pull()
+        batch = core.batch()
+        give_up_state(batch, both.model(both.policy), "for a test")
+        core.queue(batch)
+        await both.leader.settle()
+        both.leader.worker.die()
+        await both.rejoin(both.leader.worker)
+        await both.submit(both.policy, specs.load())
+        await both.leader.work()
+        await both.rejoin(both.rollout_worker)
+        await both.work()
+        assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.VERSION_GONE)
+
+
+async def test_a_pull_over_a_lost_state_can_be_made_again() -> None:
+    async with pair() as both:
+        await both.sync()
+        await both.pull()
+        await both.sync()
+        await both.work()
+        for _ in range(2):
+            both.rollout_worker.die()
+            await both.rejoin(both.rollout_worker)
+            await both.work()
+            if both.model(both.rollouts).state is ModelState.STATE_LOST:
+                await both.pull()
+                await both.work()
+        assert both.model(both.rollouts).state is ModelState.PLACED
+        assert both.sampled_from() == (1, 2)
+
+
+async def test_weights_that_come_damaged_each_time_end_the_pull() -> None:
+    async with pair() as both:
+        await both.sync()
+        await both.leader.work()
+        pull = await both.pull()
+        for _ in range(40):
+            await both.leader.settle()
+            both.rollout_worker.fail_next["load_checkpoint"] = (15, "HOST_STATE_CORRUPT")
+            reports = both.rollout_worker.run(1)
+            for report in reports:
+                if report.finished.HasField("error") and report.HasField("call"):
+                    both.rollout_worker.models.pop(both.rollouts.model_id, None)
+                    report.deployments.add(model_id=both.rollouts.model_id, state_lost=True)
+            await both.tell(reports)
+        assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.ATTEMPTS_EXHAUSTED)
 
 
 async def test_a_restart_of_the_controller_forgets_no_pull() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,3 +240,63 @@ async def test_an_engine_that_dies_as_the_weights_come_onto_the_device_costs_the
         assert (await held(sampler, "rollouts")).state_lost
         await sampler.orders.ok(run_call=pull(at(trainer), version))
         assert await sampled(sampler, "rollouts", 1) == await sampled(trainer, "policy", version)
+
+
+class HalfwayPeer(Peer):
+    """Gives half of the weights, and the rest when it may."""
+
+    def __init__(self, parts: Sequence[w.PullResponse]) -> None:
+        super().__init__(parts)
+        self.halfway, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def Pull(self, request: w.PullRequest, context: Any) -> AsyncIterator[w.PullResponse]:
+        for part in self.parts[:5]:
+            yield part
+        self.halfway.set()
+        await self.go_on.wait()
+        for part in self.parts[5:]:
+            yield part
+
+
+async def test_an_engine_that_dies_while_the_weights_come_costs_no_state(tmp_path: Path, given: Given) -> None:
+    peer = HalfwayPeer(given.parts(WEIGHTS_BYTES // 8))
+    async with serving(peer) as address, cluster(tmp_path) as c:
+        await rollouts(c)
+        await c.orders.ok(swap_weights=swap("rollouts"))
+        before = await sampled(c, "rollouts", 0)
+        running = await c.orders.send(run_call=pull(address, given.version))
+        await peer.halfway.wait()
+        engine = c.daemon._host.deployment("rollouts").attached
+        assert engine is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await engine.wait_exit()
+        peer.go_on.set()
+        assert reason(await c.orders.finished(running)) == "ENGINE_DIED"
+        assert not (await held(c, "rollouts")).state_lost
+        await c.orders.ok(swap_weights=swap("rollouts"))
+        assert await sampled(c, "rollouts", 0) == before
+
+
+async def test_an_engine_that_kept_too_much_is_replaced_before_the_pull(tmp_path: Path) -> None:
+    leaking = fake_config({"function": "generate", "fault": "leak", "leak_bytes": 48 * 2**20})
+    async with (
+        cluster(tmp_path / "a", name="trainer") as trainer,
+        cluster(tmp_path / "b", name="sampler", residue_bytes=32 * 2**20) as sampler,
+    ):
+        version = await policy(trainer, config_json=leaking)
+        await rollouts(sampler, config_json=leaking)
+        await sampler.orders.ok(swap_weights=swap("rollouts"))
+        await sampled(sampler, "rollouts", 0)
+        await sampler.orders.ok(run_call=pull(at(trainer), version))
+        assert (await sampler.status()).tiers.engines_replaced == 1
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED])
+async def test_a_peer_that_will_always_refuse_is_asked_once(
+    tmp_path: Path, given: Given, code: grpc.StatusCode
+) -> None:
+    async with with_peer(tmp_path, given, code, code) as (c, peer, address):
+        report = await c.orders.do(run_call=pull(address, given.version))
+        assert reason(report) == "PULL_REFUSED"
+        assert code.name in report.finished.error.message
+        assert peer.asked == 1

@@ -206,12 +206,13 @@ class CallRunner:
             if pulls:
                 self._puller.check(order)
             execution.begin()
+            if pulls:
+                # Before a peer is asked, so that nobody who asks this worker waits for the device meanwhile; and before
+                # an engine is granted: parking may end one that keeps too much.
+                await self._host.park(order.model_id, journal)
             async with contextlib.AsyncExitStack() as coming:
                 if function == "load_checkpoint":
                     process = await coming.enter_async_context(self._host.coming(deployment, journal))
-                    if pulls:
-                        # Before a peer is asked, so that nobody who asks this worker waits for the device meanwhile.
-                        await self._host.park(order.model_id, journal)
                 else:
                     self._host.residency.require_on_device(order.model_id)
                     if deployment.attached is None:

@@ -82,6 +82,7 @@ class WorkerDaemon:
             await self.server.start()
             await self.server.set_serving(True)
             # What the start made stays: looking through it again and again would stop all calls for a moment each time.
+            gc.collect()
             gc.freeze()
             _log.info("serving", address=self.server.address, pid=os.getpid(), engine=self.settings.engine)
             parts = [

@@ -137,6 +137,13 @@ class SourceBusy(WorkerError):
     reason = "SOURCE_BUSY"
 
 
+class PullRefused(WorkerError):
+    """Another worker does not give rollout weights, and will not however often it is asked."""
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "PULL_REFUSED"
+
+
 class PullFailed(WorkerError):
     """Another worker's rollout weights could not be had."""
 

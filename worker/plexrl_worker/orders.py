@@ -299,7 +299,9 @@ class OrderDesk:
             self._park(work, GaveWay(0, 0))
 
     def _park(self, work: Work, gave_way: GaveWay) -> None:
-        """A generate waits to be ordered again. One that was stopped meanwhile ends."""
+        """A generate waits to be ordered again. One that was stopped meanwhile ends, if it has not ended yet."""
+        if work.attempt is not None and work.attempt.outcome is not None:
+            return
         assert work.execution is not None
         assert work.attempt is not None
         work.execution.end()

@@ -25,9 +25,11 @@ from plexrl_worker.engine.client import EngineProcess, ProgressListener
 from plexrl_worker.engine.port import Component
 from plexrl_worker.errors import (
     ConditionsDiffer,
+    EngineDied,
     HostStateCorrupt,
     InvalidOrder,
     PullFailed,
+    PullRefused,
     VersionGone,
     WorkerError,
 )
@@ -42,8 +44,8 @@ _log = structlog.get_logger(__name__)
 
 PATIENCE_S = 10.0
 """A source that cannot be had is asked again for so long after the first time."""
-_PASSING = (StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.UNKNOWN, StatusCode.INTERNAL)
-"""How a stream ends that may well be there the next time: a peer that dies in the middle says anything of these."""
+_REFUSALS = (StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED, StatusCode.PERMISSION_DENIED)
+"""What a peer says that will say it again: it is of an older version, or has another token."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -87,6 +89,10 @@ class WeightPuller:
         async with contextlib.AsyncExitStack() as stack:
             landing = _Landing(host, deployment, execution.journal, stack)
             copy = await execution.unless_aborted(self._fetch(source, deployment, landing, execution.on_progress))
+            if process.death is not None:
+                raise EngineDied(f"the engine of model {deployment.model_id} ended while the weights came")
+            # What was prefetched meanwhile is of the old state, and reads the image.
+            await host.give_up_preload(deployment)
             # From here on it is a matter of moments, and the old state goes: nobody stops it any more.
             await landing.complete()
             parked = port.ParkedState((copy,), 0, order.sequence)
@@ -245,7 +251,7 @@ def _of_peer(error: aio.AioRpcError, source: w.WeightSource) -> WorkerError | _A
     reason, said = reason_of(error), error.details() or error.code().name
     if reason == "VERSION_GONE":
         return VersionGone(f"{source.address} answers: {said}")
-    if error.code() in _PASSING:
-        return _Again(f"it answers {error.code().name}: {said}")
+    if error.code() in _REFUSALS:
+        return PullRefused(f"{source.address} answers {error.code().name}: {said}")
     # What is lost or absent there says nothing of the model here: it is not named as its own fate would be.
-    return PullFailed(f"{source.address} answers {error.code().name} with {reason}: {said}")
+    return _Again(f"it answers {error.code().name} {reason}: {said}")

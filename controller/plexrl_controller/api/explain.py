@@ -15,6 +15,12 @@ from plexrl_controller.scheduling.explain import why_waiting
 
 def explain(core: Core, call: Call, now: float) -> tuple[str, Sequence[CallId]]:
     """The sentence, and the calls that must finish first."""
+    sentence, blocking = _explain(core, call, now)
+    setback = core.ledger.setbacks.get(call.call_id)
+    return f"{sentence}; the attempt before did not begin: {setback}" if setback else sentence, blocking
+
+
+def _explain(core: Core, call: Call, now: float) -> tuple[str, Sequence[CallId]]:
     name = f"{call.kind.name.lower()} call {call.call_id[:8]}"
     match call.state:
         case CallState.PENDING:

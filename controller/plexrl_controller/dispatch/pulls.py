@@ -17,6 +17,11 @@ _GONE = frozenset({ModelState.STATE_LOST, ModelState.DELETING, ModelState.DELETE
 _MUST_BE_EQUAL = ("precision", "max_sequence_tokens")
 
 
+def _gone(source: Model) -> bool:
+    """Whether the versions that it had will not be there again. What was built only to load into is none of them."""
+    return source.state in _GONE or source.log_start > source.applied_sequence
+
+
 def check_load(ledger: Ledger, model: Model, load: types_pb2.LoadCheckpointSpec) -> None:
     """Whether a model may load this. Raises InvalidArgument."""
     rollout = model.role == model_pb2.MODEL_ROLE_ROLLOUT
@@ -60,6 +65,8 @@ def _check_source(ledger: Ledger, model: Model, rollout: types_pb2.RolloutSource
 def version_to_pull(ledger: Ledger, rollout: types_pb2.RolloutSource) -> int:
     """The version that a pull is of, now that it is accepted. Raises InvalidArgument, FailedPrecondition."""
     source = ledger.models[ModelId(rollout.model_id)]
+    if source.state is ModelState.STATE_LOST:
+        raise FailedPrecondition(f"model {source.name}: {source.message}", reason="STATE_LOST")
     newest = ledger.pending_version(source)
     if rollout.weights_version > newest:
         raise InvalidArgument(
@@ -81,7 +88,7 @@ def can_be_pulled(ledger: Ledger, call: Call) -> bool:
     if call.source_model_id is None:
         return True
     source = ledger.models.get(call.source_model_id)
-    if source is None or source.state in _GONE:
+    if source is None or _gone(source):
         return True
     if source.state is not ModelState.PLACED or source.worker_id is None:
         return False
@@ -107,7 +114,7 @@ def waits_for(ledger: Ledger, call: Call) -> tuple[str, tuple[CallId, ...]]:
 def weight_source(ledger: Ledger, call: Call) -> worker_pb2.WeightSource | None:
     """Where a call's weights are now; None for one that takes none, and where they are nowhere any more."""
     source = ledger.models.get(call.source_model_id) if call.source_model_id is not None else None
-    if source is None or source.worker_id is None or source.state in _GONE:
+    if source is None or source.worker_id is None or _gone(source):
         return None
     worker = ledger.workers[source.worker_id]
     return worker_pb2.WeightSource(
@@ -121,7 +128,11 @@ def older_pulls(ledger: Ledger, model_id: ModelId, sequence: int) -> list[CallId
 
 
 def concerned(ledger: Ledger, *model_ids: ModelId) -> Iterable[WorkerId]:
-    """Workers of models that take weights of these."""
+    """Workers of models that take weights of these, or do so once more while they are being restored."""
+    for model_id, recovery in ledger.recoveries.items():
+        takes = any(replay.call.source_model_id in model_ids for replay in recovery.replays or ())
+        if takes and (worker_id := ledger.models[model_id].worker_id) is not None:
+            yield worker_id
     for model_id in model_ids:
         for call_id in ledger.pulls_of_model.get(model_id, ()):
             model = ledger.models.get(ledger.calls[call_id].model_id)

@@ -37,7 +37,7 @@ _NOT_ON_THIS_WORKER = frozenset({"CONDITIONS_DIFFER", "OVER_BUDGET", "UNSUPPORTE
 def restore_order(core: Core, model: Model, worker: Worker) -> worker_pb2.Order:
     """The order that begins a recovery: restores the best copy, or for a load_checkpoint to come any state at all."""
     points = restore_points(core.ledger, model)
-    base = RestorePoint(Source.BASE, model.applied_sequence, model.weights_version)
+    base = RestorePoint(Source.BASE, model.applied_sequence, 0)
     point = points[0] if points else base
     applied = point.sequence if replays_after(core.ledger, model, point.sequence) else model.applied_sequence
     log.info(

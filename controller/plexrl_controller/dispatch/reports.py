@@ -149,9 +149,13 @@ class ReportRecorder:
                 f"sequence {model.failed_sequence} ended other than SUCCEEDED; ResumeSequence lets later calls run"
             )
             fail(batch, call, CallReason.PREDECESSOR_FAILED, message)
+        elif call.source_model_id is not None and error.reason == "HOST_STATE_CORRUPT":
+            # What came was not what was sent, and may be so again: it counts.
+            lose_attempt(batch, call, f"{error.reason}: {error.message}")
         elif (model.state is ModelState.RECOVERING and error.reason in _STATE_IS_GONE) or self._never_began(
             call, model, error.reason
         ):
+            self._core.ledger.setbacks[call.call_id] = f"{error.reason}: {error.message}"
             requeue(batch, call)
         elif error.reason in (*_TRY_AGAIN, *_NOT_BEGUN, "SEQUENCE_MISMATCH"):
             lose_attempt(batch, call, f"{error.reason}: {error.message}")
@@ -204,7 +208,10 @@ class ReportRecorder:
         model = ledger.models[call.model_id]
         if call.kind is CallKind.LOAD_CHECKPOINT:
             # The state is what was loaded: nothing before it will ever be executed again.
-            shorten_log(batch, model, call.sequence if call.source_model_id is None else call.sequence - 1)
+            pulled = call.source_model_id is not None
+            if pulled and model.log_start >= call.sequence:
+                batch.update(model, log_start=call.sequence - 1)
+            shorten_log(batch, ledger.models[call.model_id], call.sequence - 1 if pulled else call.sequence)
         elif call.kind is CallKind.SAVE_CHECKPOINT:
             cover(batch, model, self._core.recovery_policy.log_bytes)
 

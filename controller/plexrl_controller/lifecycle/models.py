@@ -29,7 +29,14 @@ MACHINE: Machine[Model, S, ModelEvent] = Machine(
     record_id=lambda model: model.model_id,
     transitions=(
         row(ModelEvent.DEPLOYED, [S.CREATING, S.RECOVERING], S.PLACED, Effect.DELIVER, Effect.WAKE_GROUP),
-        row(ModelEvent.BUILD_FAILED, [S.CREATING, S.RECOVERING], S.FAILED, Effect.DELIVER, Effect.CANCEL_CALLS),
+        row(
+            ModelEvent.BUILD_FAILED,
+            [S.CREATING, S.RECOVERING],
+            S.FAILED,
+            Effect.DELIVER,
+            Effect.CANCEL_CALLS,
+            Effect.WAKE_GROUP,
+        ),
         row(
             ModelEvent.RECOVER,
             [S.CREATING, S.PLACED, S.RECOVERING, S.STATE_LOST],
@@ -43,6 +50,7 @@ MACHINE: Machine[Model, S, ModelEvent] = Machine(
             S.STATE_LOST,
             Effect.DELIVER,
             Effect.CANCEL_CALLS,
+            Effect.WAKE_GROUP,
             note="no copy is left from which it can be rebuilt: load_checkpoint brings an earlier state back",
         ),
         row(ModelEvent.RELOAD, [S.STATE_LOST], S.RECOVERING, Effect.WAKE_GROUP, note="load_checkpoint was submitted"),
@@ -52,6 +60,7 @@ MACHINE: Machine[Model, S, ModelEvent] = Machine(
             S.DELETING,
             Effect.CANCEL_CALLS,
             Effect.DROP_MODELS,
+            Effect.WAKE_GROUP,
         ),
         row(ModelEvent.DROPPED, [S.DELETING], S.DELETED, Effect.DELIVER, Effect.WAKE_GROUP),
     ),

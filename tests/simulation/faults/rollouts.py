@@ -8,7 +8,6 @@ import random
 from typing import TYPE_CHECKING
 
 from plexrl.v1 import model_pb2
-from plexrl_controller.domain.errors import ControllerError
 from tests.simulation.faults.truth import ModelTruth, Request
 
 if TYPE_CHECKING:
@@ -93,17 +92,20 @@ class Rollouts:
     async def _mend(self, model_id: str) -> None:
         """Makes the model take pulls again."""
         client = self._client
+        policy_id = self.policy_of[model_id]
         while model_id in client.broken:
+            policy = await client._ask("ModelService", "GetModel", model_pb2.GetModelRequest(model_id=policy_id))
+            if policy.state == model_pb2.MODEL_STATE_STATE_LOST:
+                client.broken.add(policy_id)
+            if policy_id in client.broken:
+                await client._mend(policy_id)
             model = await client._ask("ModelService", "GetModel", model_pb2.GetModelRequest(model_id=model_id))
             if model.state != model_pb2.MODEL_STATE_STATE_LOST:
                 await client._resume(model_id)
                 continue
             self.next[model_id] = model.next_sequence
             pull = client._request(model_id, "pull")
-            try:
-                await client._submit(pull)
-            except ControllerError:
-                continue
+            await client._submit(pull)
             await client._outcomes([pull], "poll")
             if pull.outcome is not None and pull.outcome.succeeded:
                 client.broken.discard(model_id)

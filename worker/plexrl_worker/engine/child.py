@@ -267,6 +267,7 @@ class Child:
                 raise InvalidArgument("start: the engine is already started")
             self._engine = self._factory(codec.settings(request.start), self._directory)
             # An engine is a million objects that stay: looking through them would stop generation each time.
+            gc.collect()
             gc.freeze()
             return e.EngineResponse(description=codec.description_response(self._engine.describe()))
         if self._engine is None:
