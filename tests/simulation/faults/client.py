@@ -355,7 +355,8 @@ class Client:
                 self._rejected(request, error)
                 return
             else:
-                if request.rejected:
+                # Two copies of one request may meet a model before and after another request of theirs mends it.
+                if request.rejected not in ("", "STATE_LOST", "VERSION_GONE"):
                     self.world.blame(f"{request.name} was refused with {request.rejected}, then accepted")
                 self.world.truth.hear(self.job, call, fresh=again, whole=way != "stream")
                 return

@@ -161,10 +161,10 @@ class Truth:
 
     # After the end.
 
-    def check(self) -> None:
-        """Everything that can only be judged with all outcomes known."""
+    def check(self, lost: frozenset[str]) -> None:
+        """Everything that can only be judged with all outcomes known. `lost`: models whose state was, at some time."""
         for job in self.jobs:
-            self._check_pulls(job)
+            self._check_pulls(job, lost)
             for request in job.requests.values():
                 if request.call_id and request.outcome is None:
                     self.blame(f"{request.name} was accepted as {request.call_id} and has no outcome")
@@ -172,14 +172,8 @@ class Truth:
             for model in sorted(job.models.values(), key=lambda model: bool(model.samples)):
                 versions[model.model_id] = self._check_model(model, versions.get(model.samples, {}))
 
-    def _check_pulls(self, job: JobTruth) -> None:
+    def _check_pulls(self, job: JobTruth, lost: frozenset[str]) -> None:
         """A version that somebody is to take elsewhere is not replaced before that, unless its state was lost."""
-        lost = {
-            request.message.model_id
-            for request in job.requests.values()
-            if request.rejected == "STATE_LOST"
-            or (request.outcome is not None and request.outcome.reason == types_pb2.CALL_REASON_STATE_LOST)
-        }
         for request in job.requests.values():
             gone = request.outcome is not None and request.outcome.reason == types_pb2.CALL_REASON_VERSION_GONE
             if gone and request.message.spec.load_checkpoint.rollout.model_id not in lost:

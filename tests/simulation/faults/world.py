@@ -396,7 +396,9 @@ class World:
 
     async def _after(self) -> None:
         """The state of the cluster when everybody has gone."""
-        self.truth.check()
+        model_ids = [model_id for job in self.truth.jobs for model_id in job.models]
+        events = [event for model_id in model_ids for event in await self.database.store.events(model_id)]
+        self.truth.check(frozenset(event.record_id for event in events if event.event == "LOSE_STATE"))
         await asyncio.sleep(LEASE_S + 12.0)
         life = self.leader()
         assert life is not None
