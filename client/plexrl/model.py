@@ -276,10 +276,7 @@ class Model:
                 spec = t.LoadCheckpointSpec(checkpoint_id=checkpoint)
             case _:
                 spec = t.LoadCheckpointSpec(base=True)
-        if self._counter.hole is not None:
-            self._counter.reset(self._describe().next_sequence)
-        future = self._submit(t.CallSpec(load_checkpoint=spec), tags, timeout_s)
-        return cast("CallFuture[results.LoadCheckpoint]", future)
+        return self._load(spec, tags, timeout_s)
 
     @CallFunction
     def pull_weights(
@@ -297,10 +294,16 @@ class Model:
         otherwise than well, `resume()` first.
         """
         source = t.RolloutSource(model_id=policy.model_id)
-        spec = t.CallSpec(load_checkpoint=t.LoadCheckpointSpec(rollout=source))
+        return self._load(t.LoadCheckpointSpec(rollout=source), tags, timeout_s)
+
+    def _load(
+        self, spec: t.LoadCheckpointSpec, tags: Mapping[str, str] | None, timeout_s: float | None
+    ) -> CallFuture[results.LoadCheckpoint]:
+        # A load replaces whatever is there: it needs none of the calls before it.
         if self._counter.hole is not None:
             self._counter.reset(self._describe().next_sequence)
-        return cast("CallFuture[results.LoadCheckpoint]", self._submit(spec, tags, timeout_s))
+        future = self._submit(t.CallSpec(load_checkpoint=spec), tags, timeout_s)
+        return cast("CallFuture[results.LoadCheckpoint]", future)
 
     def _submit(
         self, spec: t.CallSpec, tags: Mapping[str, str] | None, timeout_s: float | None

@@ -313,6 +313,7 @@ async def test_a_swap_waits_for_the_prefetch_that_fills_the_same_memory(
             limit_s = time.monotonic() + 5
             while not places._wanted and time.monotonic() < limit_s:
                 time.sleep(0.002)
+            assert places._wanted, "no swap came while the prefetch was under way"
             read(self, copy, memory_fd, stop)
 
         monkeypatch.setattr(ParkedFiles, "read", read_once_wanted)

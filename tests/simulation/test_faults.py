@@ -220,7 +220,7 @@ def test_it_sees_weights_that_were_taken_at_another_version(monkeypatch: pytest.
         return None if peer is not None and run.weight_source.model_id in peer.models else refusal
 
     monkeypatch.setattr(Device, "not_pulled", lenient)
-    monkeypatch.setattr("plexrl_controller.dispatch.readiness.can_be_pulled", lambda *_: True)
+    monkeypatch.setattr("plexrl_controller.dispatch.readiness.may_be_ordered", lambda *_: True)
     caught("other weights than version")
 
 

@@ -80,10 +80,9 @@ def version_to_pull(ledger: Ledger, rollout: types_pb2.RolloutSource) -> int:
     return newest
 
 
-def can_be_pulled(ledger: Ledger, call: Call) -> bool:
-    """Whether what the call takes is there to be taken, on a worker that can be reached. True of any other call.
-
-    Where it will never be there again this is true as well: the worker that is to take it says so, and the call fails.
+def may_be_ordered(ledger: Ledger, call: Call) -> bool:
+    """Whether its worker may be told: what the call takes can be had where it is, or will never be there again, which
+    that worker then says. True of any call that takes nothing.
     """
     if call.source_model_id is None:
         return True

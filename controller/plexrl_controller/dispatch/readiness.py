@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plexrl_controller.dispatch.capabilities import capabilities_of
 from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
-from plexrl_controller.dispatch.pulls import can_be_pulled, older_pulls, waits_for
+from plexrl_controller.dispatch.pulls import may_be_ordered, older_pulls, waits_for
 from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId, SessionId
 from plexrl_controller.domain.records import Call, Model, Session
@@ -53,7 +53,7 @@ def _ready_sequenced(ledger: Ledger, model: Model, index: ModelCalls, now: float
         if call.state is CallState.PENDING:
             if call.kind.makes_version and _draining(ledger, call, index):
                 break
-            if not can_be_pulled(ledger, call):
+            if not may_be_ordered(ledger, call):
                 break
             since = ledger.ready_since.setdefault(call_id, now)
             if call.kind not in expected_s:
@@ -169,7 +169,7 @@ def blocked(ledger: Ledger, call: Call) -> Blocked | None:
             f"{len(waiting)} generate or load call(s) at older versions finish first",
             tuple(waiting[:16]),
         )
-    if not can_be_pulled(ledger, call):
+    if not may_be_ordered(ledger, call):
         return Blocked(CallReason.VERSION_NOT_READY, *waits_for(ledger, call))
     return None
 

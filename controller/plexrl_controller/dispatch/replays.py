@@ -3,7 +3,7 @@
 from itertools import takewhile
 
 from plexrl_controller.dispatch.ledger import Ledger
-from plexrl_controller.dispatch.pulls import can_be_pulled
+from plexrl_controller.dispatch.pulls import may_be_ordered
 from plexrl_controller.domain.ids import CallId, ModelId
 from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.scheduling.views import ReadyCall
@@ -14,7 +14,7 @@ def ready_replays(ledger: Ledger, model: Model, limit: int) -> tuple[ReadyCall, 
     recovery = ledger.recoveries.get(model.model_id)
     if recovery is None:
         return ()
-    due = list(takewhile(lambda replay: can_be_pulled(ledger, replay.call), recovery.due[:limit]))
+    due = list(takewhile(lambda replay: may_be_ordered(ledger, replay.call), recovery.due[:limit]))
     return tuple(
         ReadyCall(r.call.call_id, model.model_id, r.call.kind, recovery.started, after_sequence=r.after) for r in due
     )

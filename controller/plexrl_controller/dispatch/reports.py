@@ -15,7 +15,7 @@ from plexrl_controller.dispatch.learning import learn_interval, learn_iteration
 from plexrl_controller.dispatch.ledger import Batch, HostImage
 from plexrl_controller.dispatch.recovery import not_restored, replay_ended, restored
 from plexrl_controller.dispatch.replay_log import REPLAYED
-from plexrl_controller.dispatch.restore import cover, shorten_log
+from plexrl_controller.dispatch.restore import begin_log, cover
 from plexrl_controller.dispatch.snapshots import snapshot_ended
 from plexrl_controller.domain.errors import StaleTransition
 from plexrl_controller.domain.ids import CallId, JobId, ModelId, WorkerId
@@ -207,11 +207,7 @@ class ReportRecorder:
             ledger.log(call.model_id).measured(call.sequence, _busy_s(report))
         model = ledger.models[call.model_id]
         if call.kind is CallKind.LOAD_CHECKPOINT:
-            # The state is what was loaded: nothing before it will ever be executed again.
-            pulled = call.source_model_id is not None
-            if pulled and model.log_start >= call.sequence:
-                batch.update(model, log_start=call.sequence - 1)
-            shorten_log(batch, ledger.models[call.model_id], call.sequence - 1 if pulled else call.sequence)
+            begin_log(batch, model, call)
         elif call.kind is CallKind.SAVE_CHECKPOINT:
             cover(batch, model, self._core.recovery_policy.log_bytes)
 

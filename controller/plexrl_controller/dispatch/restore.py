@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.replay_log import REPLAYED, Replay, RestorePoint, Source
-from plexrl_controller.domain.records import Model
+from plexrl_controller.domain.records import Call, Model
 from plexrl_controller.domain.states import CallKind
 
 
@@ -79,6 +79,15 @@ def cover(batch: Batch, model: Model, limit_bytes: int) -> None:
         # A copy that is heard of meanwhile is newer than the one being restored, which needs all that came after it.
         start = min(start, recovery.point.sequence)
     shorten_log(batch, model, start)
+
+
+def begin_log(batch: Batch, model: Model, load: Call) -> None:
+    """The state is what was loaded: nothing before it will ever be executed again, but for a pull that itself."""
+    start = load.sequence if load.source_model_id is None else load.sequence - 1
+    if model.log_start > start:
+        # Given up with a lost state, the log began above it: it begins anew with this.
+        batch.update(model, log_start=start)
+    shorten_log(batch, batch.ledger.models[model.model_id], start)
 
 
 def shorten_log(batch: Batch, model: Model, start: int) -> None:
