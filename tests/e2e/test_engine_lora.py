@@ -10,6 +10,14 @@ from safetensors.numpy import load_file
 
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, Unsupported
+from plexrl_worker.engine.settings import (
+    Base,
+    DeploymentSettings,
+    DirectoryBase,
+    EngineSettings,
+    InitBase,
+    LoraSettings,
+)
 from tests.e2e.test_engine_vllm import QWEN3
 from tests.support.engine_conformance import EngineConformance
 from tests.support.engine_subjects import (
@@ -25,12 +33,12 @@ from tests.support.engine_subjects import (
 )
 from tests.support.remote_engine import RemoteEngine
 
-BASE = port.InitBase(7)
+BASE = InitBase(7)
 
 
-def start(rank: int = 4, base: port.Base = BASE, config: dict[str, object] = QWEN3) -> RemoteEngine:
-    lora = port.LoraSettings(rank, 2.0 * rank, base)
-    return RemoteEngine("vllm", port.EngineSettings(json.dumps(config), kv_cache_bytes=32 << 20, lora=lora))
+def start(rank: int = 4, base: Base = BASE, config: dict[str, object] = QWEN3) -> RemoteEngine:
+    lora = LoraSettings(rank, 2.0 * rank, base)
+    return RemoteEngine("vllm", EngineSettings(json.dumps(config), kv_cache_bytes=32 << 20, lora=lora))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ class TestLora(EngineConformance):
 
         def make(seed: int | None = 7, *, trainable: bool = True, micro_batch_tokens: int = 64) -> Model:
             names.append(f"model-{len(names)}")
-            settings = port.DeploymentSettings(trainable, micro_batch_tokens, adapter_seed=abs((seed or 7) - 7))
+            settings = DeploymentSettings(trainable, micro_batch_tokens, adapter_seed=abs((seed or 7) - 7))
             layout = engine.declare(names[-1], settings)
             model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
             engine.attach_host(model.name, model.image)
@@ -131,32 +139,32 @@ class TestLora(EngineConformance):
 
     def test_sampled_alone_it_is_refused(self, engine: port.Engine) -> None:
         with pytest.raises(InvalidArgument, match="not offered for LoRA"):
-            engine.declare("alone", port.DeploymentSettings(trainable=False, rollout_only=True))
+            engine.declare("alone", DeploymentSettings(trainable=False, rollout_only=True))
 
     def test_another_base_is_refused(self, engine: port.Engine) -> None:
-        engine.declare("stranger", port.DeploymentSettings())
+        engine.declare("stranger", DeploymentSettings())
         with pytest.raises(InvalidArgument, match="another base"):
-            engine.initialize("stranger", port.InitBase(8), 0, Patient())
+            engine.initialize("stranger", InitBase(8), 0, Patient())
         engine.drop("stranger")
 
 
 def test_a_directory_base_and_another_rank(tmp_path: Path) -> None:
     """Over a saved full-parameter model: its scores are the first adapter's, its checkpoints fit rank 4 only."""
-    full = RemoteEngine("vllm", port.EngineSettings(json.dumps(QWEN3), kv_cache_bytes=32 << 20))
-    layout = full.declare("full", port.DeploymentSettings())
+    full = RemoteEngine("vllm", EngineSettings(json.dumps(QWEN3), kv_cache_bytes=32 << 20))
+    layout = full.declare("full", DeploymentSettings())
     model = Model(full, "full", layout, full.image(layout.host_bytes))
     full.attach_host("full", model.image)
-    full.initialize("full", port.InitBase(3), 0, Patient())
+    full.initialize("full", InitBase(3), 0, Patient())
     model.train(loss_batch(1))
     model.step()
     expected = model.score(random_batch(5))
     model.save(tmp_path / "base")
     full.close()
-    engine = start(rank=12, base=port.DirectoryBase(str(tmp_path / "base")))
-    layout = engine.declare("adapter", port.DeploymentSettings(adapter_seed=5))
+    engine = start(rank=12, base=DirectoryBase(str(tmp_path / "base")))
+    layout = engine.declare("adapter", DeploymentSettings(adapter_seed=5))
     adapter = Model(engine, "adapter", layout, engine.image(layout.host_bytes))
     engine.attach_host("adapter", adapter.image)
-    engine.initialize("adapter", port.DirectoryBase(str(tmp_path / "base")), 0, Patient())
+    engine.initialize("adapter", DirectoryBase(str(tmp_path / "base")), 0, Patient())
     np.testing.assert_allclose(adapter.score(random_batch(5)), expected, atol=AGREEMENT)
     np.testing.assert_allclose(adapter.score_rollout(random_batch(5)), expected, atol=AGREEMENT)
     with pytest.raises(CheckpointMismatch):

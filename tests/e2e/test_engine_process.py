@@ -17,21 +17,22 @@ from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.errors import Aborted, EngineDied, EngineError, EngineHung, InvalidArgument, OutOfMemory
+from plexrl_worker.engine.settings import DeploymentSettings, EngineSettings, InitBase
 
 SPEC = t.GenerateSpec(prompts=wire.token_batch([[1, 2], [3]]), sampling=t.SamplingParams(n=2, max_tokens=3, seed=1))
-SETTINGS = port.DeploymentSettings()
+SETTINGS = DeploymentSettings()
 
 
-def settings(*faults: dict[str, object]) -> port.EngineSettings:
+def settings(*faults: dict[str, object]) -> EngineSettings:
     config = {"architectures": ["Fake"], "vocab_size": 32, "max_position_embeddings": 64, "plexrl_fake": faults}
-    return port.EngineSettings(json.dumps(config))
+    return EngineSettings(json.dumps(config))
 
 
 async def start(*faults: dict[str, object], hang_limit_s: float = 30.0) -> EngineProcess:
     """A child with one initialized model."""
     engine = await EngineProcess.start("fake", settings(*faults), hang_limit_s=hang_limit_s)
     await engine.declare("model", SETTINGS)
-    await engine.initialize("model", port.InitBase(1))
+    await engine.initialize("model", InitBase(1))
     return engine
 
 
@@ -139,7 +140,7 @@ async def test_parking_needs_a_host_image() -> None:
 async def test_a_configuration_that_cannot_start_leaves_no_process() -> None:
     before = _children()
     with pytest.raises(InvalidArgument, match="config_json"):
-        await EngineProcess.start("fake", port.EngineSettings("{}"))
+        await EngineProcess.start("fake", EngineSettings("{}"))
     assert _children() == before
 
 
@@ -201,7 +202,7 @@ import asyncio
 from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine import port
 async def main():
-    engine = await EngineProcess.start("fake", port.EngineSettings({settings().config_json!r}))
+    engine = await EngineProcess.start("fake", EngineSettings({settings().config_json!r}))
     print(engine.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

@@ -11,6 +11,7 @@ import pytest
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, Unsupported
 from plexrl_worker.engine.port import ALL_COMPONENTS
+from plexrl_worker.engine.settings import DeploymentSettings, DirectoryBase, EngineSettings, InitBase, Precision
 from tests.support.engine_conformance import EngineConformance
 from tests.support.engine_subjects import (
     ImageMaker,
@@ -53,7 +54,7 @@ LLAMA = {
 
 
 def start(config: dict[str, object], **settings: object) -> RemoteEngine:
-    return RemoteEngine("vllm", port.EngineSettings(json.dumps(config), kv_cache_bytes=32 << 20, **settings))  # type: ignore[arg-type]
+    return RemoteEngine("vllm", EngineSettings(json.dumps(config), kv_cache_bytes=32 << 20, **settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +129,11 @@ class TestQwen3(EngineConformance):
     def test_stop_strings(self, qwen3: RemoteEngine, make_model: Callable[..., Model], tmp_path: Path) -> None:
         _write_letters_tokenizer(tmp_path / "tokenizer.json")
         model = make_model()
-        settings = port.DeploymentSettings(tokenizer_file=str(tmp_path / "tokenizer.json"))
+        settings = DeploymentSettings(tokenizer_file=str(tmp_path / "tokenizer.json"))
         model.swap_out()
         layout = qwen3.declare("lettered", settings)
         qwen3.attach_host("lettered", qwen3.image(layout.host_bytes))
-        qwen3.initialize("lettered", port.InitBase(7), 0, Patient())
+        qwen3.initialize("lettered", InitBase(7), 0, Patient())
         try:
             params = port.SamplingParams(n=4, max_tokens=12, seed=3)
             free = qwen3.generate("lettered", 0, random_batch(62), params, Patient())
@@ -152,9 +153,9 @@ class TestQwen3(EngineConformance):
         plain.train(loss_batch(63))
         expected = hashes(plain.save(tmp_path / "plain"))
         plain.swap_out()
-        settings = port.DeploymentSettings(micro_batch_tokens=64, activation_checkpointing=True)
+        settings = DeploymentSettings(micro_batch_tokens=64, activation_checkpointing=True)
         qwen3.declare("recomputed", settings)
-        qwen3.initialize("recomputed", port.InitBase(7), 0, Patient())
+        qwen3.initialize("recomputed", InitBase(7), 0, Patient())
         try:
             recomputed = Model(qwen3, "recomputed", plain.layout, plain.image)
             recomputed.train(loss_batch(63))
@@ -167,7 +168,7 @@ class TestQwen3(EngineConformance):
         config = tmp_path / "saved" / "config.json"
         config.write_text(json.dumps({**QWEN3, "rms_norm_eps": 1e-3}))
         with pytest.raises(InvalidArgument, match="rms_norm_eps"):
-            model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path / "saved")), 0, Patient())
+            model.engine.initialize(model.name, DirectoryBase(str(tmp_path / "saved")), 0, Patient())
 
 
 class TestLlama(EngineConformance):
@@ -191,13 +192,13 @@ class TestLlama(EngineConformance):
 def test_parked_models_and_checkpoints_outlive_a_killed_engine(tmp_path: Path) -> None:
     """A model parked by one engine process goes on in the next, bit for bit; bfloat16 and one thread besides."""
     config = {**QWEN3, "vocab_size": 100}
-    precision = port.Precision.BFLOAT16
+    precision = Precision.BFLOAT16
     first = start(config, precision=precision, threads=1)
-    settings = port.DeploymentSettings()
+    settings = DeploymentSettings()
     layout = first.declare("model", settings)
     image = first.image(layout.host_bytes)
     first.attach_host("model", image)
-    first.initialize("model", port.InitBase(3), 0, Patient())
+    first.initialize("model", InitBase(3), 0, Patient())
     model = Model(first, "model", layout, image)
     train_a_little(model)
     scores, generation = model.score(random_batch(80)), model.generate(random_batch(80))

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import (
     CheckpointCorrupt,
     EngineError,
 )
+from plexrl_worker.engine.settings import DirectoryBase
 from tests.support.engine_subjects import (
     AGREEMENT,
     Model,
@@ -80,7 +80,7 @@ class CheckpointConformance:
         model.step()
         expected = model.score(tokens)
         model.save(tmp_path / "saved")
-        model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path / "saved")), 5, Patient())
+        model.engine.initialize(model.name, DirectoryBase(str(tmp_path / "saved")), 5, Patient())
         model.version = 5
         np.testing.assert_array_equal(model.score(tokens), expected)
         assert np.abs(model.score_rollout(tokens) - expected).max() < AGREEMENT
@@ -89,4 +89,4 @@ class CheckpointConformance:
     def test_a_directory_without_weights_is_no_base(self, make_model: Callable[..., Model], tmp_path: Path) -> None:
         model = make_model(None)
         with pytest.raises(EngineError, match="cannot read"):
-            model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path)), 0, Patient())
+            model.engine.initialize(model.name, DirectoryBase(str(tmp_path)), 0, Patient())

@@ -23,6 +23,7 @@ from plexrl_worker.engine.errors import (
     VersionMismatch,
 )
 from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossParams
+from plexrl_worker.engine.settings import DeploymentSettings, InitBase
 from tests.support.engine_checkpoints import CheckpointConformance
 from tests.support.engine_concurrency import ConcurrencyConformance
 from tests.support.engine_preloads import PreloadConformance
@@ -64,12 +65,12 @@ class EngineConformance(
         ) -> Model:
             names.append(f"model-{len(names)}")
             trainable = trainable and not rollout_only
-            settings = port.DeploymentSettings(trainable, micro_batch_tokens, rollout_only=rollout_only)
+            settings = DeploymentSettings(trainable, micro_batch_tokens, rollout_only=rollout_only)
             layout = engine.declare(names[-1], settings)
             model = Model(engine, names[-1], layout, make_image(layout.host_bytes))
             engine.attach_host(model.name, model.image)
             if seed is not None:
-                engine.initialize(model.name, port.InitBase(seed), 0, Patient())
+                engine.initialize(model.name, InitBase(seed), 0, Patient())
             return model
 
         yield make
@@ -94,7 +95,7 @@ class EngineConformance(
         assert (state.optimizer_step, state.rollout_version) == (0, 0)
 
     def test_declaring_again_is_the_same_unless_settings_differ(self, model: Model) -> None:
-        settings = port.DeploymentSettings(micro_batch_tokens=64)
+        settings = DeploymentSettings(micro_batch_tokens=64)
         assert model.engine.declare(model.name, settings) == model.layout
         with pytest.raises(InvalidArgument, match="other settings"):
             model.engine.declare(model.name, replace(settings, trainable=False))
@@ -234,9 +235,9 @@ class EngineConformance(
     def test_the_generator_holds_one_model_at_a_time(self, make_model: Callable[..., Model]) -> None:
         first, second = make_model(1), make_model(None)
         with pytest.raises(SlotOccupied, match=first.name):
-            second.engine.initialize(second.name, port.InitBase(7), 0, Patient())
+            second.engine.initialize(second.name, InitBase(7), 0, Patient())
         first.swap_out()
-        second.engine.initialize(second.name, port.InitBase(7), 0, Patient())
+        second.engine.initialize(second.name, InitBase(7), 0, Patient())
         with pytest.raises(SlotOccupied, match=second.name):
             first.swap_in()
 
@@ -256,7 +257,7 @@ class EngineConformance(
         assert metrics.loss == pytest.approx(terms.loss)
         slopes = np.zeros_like(given.weights)
         slopes[positions] = terms.gradient / given.weights[positions]
-        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        model.engine.initialize(model.name, InitBase(7), 0, Patient())
         model.train(port.LossBatch(given.tokens, given.weights, logprob_grads=slopes), LossName.LINEAR)
         np.testing.assert_allclose(model.gradients(tmp_path / "linear"), direct, rtol=1e-4, atol=1e-6)
 
@@ -264,7 +265,7 @@ class EngineConformance(
         whole = loss_batch(21)
         model.train(whole)
         expected = model.gradients(tmp_path / "whole")
-        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        model.engine.initialize(model.name, InitBase(7), 0, Patient())
         for share in (0.25, 0.75):
             model.train(replace(whole, weights=(whole.weights * share).astype(np.float32)))
         np.testing.assert_allclose(model.gradients(tmp_path / "parts"), expected, rtol=1e-3, atol=1e-6)
@@ -349,7 +350,7 @@ class EngineConformance(
         model = make_model()
         model.train(loss_batch(28))
         free = model.engine.optim_step(model.name, replace(STEP, max_grad_norm=None))
-        model.engine.initialize(model.name, port.InitBase(7), 0, Patient())
+        model.engine.initialize(model.name, InitBase(7), 0, Patient())
         model.train(loss_batch(28))
         clipped = model.engine.optim_step(model.name, replace(STEP, max_grad_norm=1e-3))
         assert clipped.grad_norm == pytest.approx(free.grad_norm, rel=1e-5)
@@ -378,7 +379,7 @@ class EngineConformance(
         alone.swap_out()
         first, other = make_model(31), make_model(None)
         first.swap_out()
-        other.engine.initialize(other.name, port.InitBase(7), 0, Patient())
+        other.engine.initialize(other.name, InitBase(7), 0, Patient())
         other.swap_out()
         for seed in range(2):
             for model in (first, other):

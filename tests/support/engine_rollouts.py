@@ -12,6 +12,7 @@ import pytest
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import EngineError, InvalidArgument, ParkedStateCorrupt, VersionMismatch, Yielded
 from plexrl_worker.engine.port import Component
+from plexrl_worker.engine.settings import DeploymentSettings, DirectoryBase, InitBase
 from tests.support.engine_subjects import (
     SAMPLING,
     VOCAB_SIZE,
@@ -57,7 +58,7 @@ class RolloutConformance:
         before = rollouts.score_rollout(prompts)
         rollouts.generate(prompts, GREEDY)
         rollouts.swap_out()
-        source.engine.initialize(source.name, port.InitBase(52), 0, Patient())
+        source.engine.initialize(source.name, InitBase(52), 0, Patient())
         for version in (5, 9):
             train_a_little(source)
             generation, scores = source.generate(prompts, GREEDY), source.score_rollout(prompts)
@@ -146,7 +147,7 @@ class RolloutConformance:
 
     def test_it_is_not_trainable(self, engine: port.Engine) -> None:
         with pytest.raises(InvalidArgument, match="not trainable"):
-            engine.declare("both", port.DeploymentSettings(rollout_only=True))
+            engine.declare("both", DeploymentSettings(rollout_only=True))
 
     def test_it_takes_the_rollout_weights_of_a_checkpoint(
         self, make_model: Callable[..., Model], tmp_path: Path
@@ -173,7 +174,7 @@ class RolloutConformance:
         rollouts.swap_out()
         rollouts.swap_in()
         assert rollouts.engine.state(rollouts.name).optimizer_step == 0
-        rollouts.engine.initialize(rollouts.name, port.DirectoryBase(str(tmp_path / "saved")), 8, Patient())
+        rollouts.engine.initialize(rollouts.name, DirectoryBase(str(tmp_path / "saved")), 8, Patient())
         rollouts.version = 8
         assert rollouts.score_rollout(tokens).tobytes() == ahead.tobytes()
 
@@ -181,7 +182,7 @@ class RolloutConformance:
         model, tokens = make_model(61, rollout_only=True), random_batch(61)
         scores = model.score_rollout(tokens)
         with pytest.raises(EngineError, match="cannot read"):
-            model.engine.initialize(model.name, port.DirectoryBase(str(tmp_path)), 4, Patient())
+            model.engine.initialize(model.name, DirectoryBase(str(tmp_path)), 4, Patient())
         assert model.score_rollout(tokens).tobytes() == scores.tobytes()
 
 

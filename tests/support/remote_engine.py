@@ -15,6 +15,7 @@ from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineCall, EngineProcess
 from plexrl_worker.engine.errors import EngineError, NotResident, VersionMismatch
+from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ _REASONS = {t.FINISH_REASON_STOP: port.FinishReason.STOP, t.FINISH_REASON_LENGTH
 class RemoteEngine:
     """An engine child and the event loop thread that owns it. Host images are memfds that it makes itself."""
 
-    def __init__(self, kind: str, settings: port.EngineSettings) -> None:
+    def __init__(self, kind: str, settings: EngineSettings) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -52,11 +53,11 @@ class RemoteEngine:
     def describe(self) -> port.EngineDescription:
         return self.process.description
 
-    def declare(self, deployment_id: str, settings: port.DeploymentSettings) -> port.StateLayout:
+    def declare(self, deployment_id: str, settings: DeploymentSettings) -> port.StateLayout:
         return self._run(lambda: self.process.declare(deployment_id, settings))
 
     def initialize(
-        self, deployment_id: str, base: port.Base, rollout_version: int, control: port.Control
+        self, deployment_id: str, base: Base, rollout_version: int, control: port.Control
     ) -> port.DeploymentState:
         return self._run(lambda: self.process.initialize(deployment_id, base, rollout_version), control)
 

@@ -9,6 +9,7 @@ import pytest
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, OutOfMemory
 from plexrl_worker.engine.fake import FakeEngine
+from plexrl_worker.engine.settings import DeploymentSettings, EngineSettings, InitBase
 from tests.support.engine_conformance import EngineConformance
 from tests.support.engine_subjects import Model, Patient, random_batch, train_a_little
 
@@ -16,7 +17,7 @@ CONFIG = {"architectures": ["FakeForCausalLM"], "vocab_size": 64, "max_position_
 
 
 def start(threads: int = 2, **extra: object) -> FakeEngine:
-    return FakeEngine(port.EngineSettings(json.dumps({**CONFIG, **extra}), threads=threads))
+    return FakeEngine(EngineSettings(json.dumps({**CONFIG, **extra}), threads=threads))
 
 
 class TestFakeEngine(EngineConformance):
@@ -31,7 +32,7 @@ class TestFakeEngine(EngineConformance):
         expected = model.score(tokens)
         model.swap_out()
         model.engine = start()
-        model.engine.declare(model.name, port.DeploymentSettings(micro_batch_tokens=64))
+        model.engine.declare(model.name, DeploymentSettings(micro_batch_tokens=64))
         model.engine.attach_host(model.name, model.image)
         model.swap_in()
         assert model.score(tokens).tolist() == expected.tolist()
@@ -43,7 +44,7 @@ class TestFakeEngine(EngineConformance):
         model = make_model()
         model.save(tmp_path / "saved")
         other = start(threads=1)
-        other.declare("model", port.DeploymentSettings())
+        other.declare("model", DeploymentSettings())
         with pytest.raises(CheckpointMismatch, match="threads was 2"):
             other.load("model", str(tmp_path / "saved"), None, Patient())
 
@@ -52,8 +53,8 @@ def test_a_fault_strikes_once_with_a_flag_file(tmp_path: Path) -> None:
     flag = tmp_path / "once"
     flag.touch()
     engine = start(plexrl_fake=[{"function": "generate", "fault": "out_of_memory", "flag_file": str(flag)}])
-    engine.declare("model", port.DeploymentSettings())
-    engine.initialize("model", port.InitBase(1), 0, Patient())
+    engine.declare("model", DeploymentSettings())
+    engine.initialize("model", InitBase(1), 0, Patient())
     params = port.SamplingParams(n=1, max_tokens=2, seed=1)
     with pytest.raises(OutOfMemory):
         engine.generate("model", 0, random_batch(1), params, Patient())
@@ -62,4 +63,4 @@ def test_a_fault_strikes_once_with_a_flag_file(tmp_path: Path) -> None:
 
 def test_a_configuration_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidArgument):
-        FakeEngine(port.EngineSettings("{}"))
+        FakeEngine(EngineSettings("{}"))

@@ -12,7 +12,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.arena import HostArena
 from plexrl_worker.attempts import Attempt, AttemptLog
 from plexrl_worker.deployment import engine_key
-from plexrl_worker.engine.port import EngineSettings
+from plexrl_worker.engine.settings import EngineSettings
 from plexrl_worker.errors import NotRegistered, OverBudget, StaleAttempt, StaleIncarnation, StaleTerm
 from plexrl_worker.fences import Fences
 from plexrl_worker.outbox import Outbox

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.v1 import model_pb2 as m
-from plexrl_worker.engine import port
+from plexrl_worker.engine.settings import Base, DirectoryBase, InitBase
 from plexrl_worker.errors import InvalidOrder, PayloadUnavailable, StorageFailed
 
 _MAX_CONFIG_BYTES = 1024 * 1024
@@ -47,7 +47,7 @@ class LocalBase:
     directory: Path
     config_json: str
     architecture: str
-    weights: port.Base
+    weights: Base
     private: bool
 
     @property
@@ -91,9 +91,7 @@ class BaseLibrary:
         config = parse_config(init.config_json, "base.init.config_json")
         directory = self._private_directory()
         (directory / "config.json").write_text(init.config_json, encoding="utf-8")
-        return LocalBase(
-            directory, init.config_json, config["architectures"][0], port.InitBase(init.seed), private=True
-        )
+        return LocalBase(directory, init.config_json, config["architectures"][0], InitBase(init.seed), private=True)
 
     def _look_up(self, name: str) -> LocalBase:
         directory = self._catalogue.get(name)
@@ -172,4 +170,4 @@ def _of_directory(directory: Path, *, private: bool) -> LocalBase:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOrder(f"{path.name} cannot be read: {error}") from error
     architecture = parse_config(text, path.name)["architectures"][0]
-    return LocalBase(directory, text, architecture, port.DirectoryBase(str(directory)), private=private)
+    return LocalBase(directory, text, architecture, DirectoryBase(str(directory)), private=private)

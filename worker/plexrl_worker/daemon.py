@@ -22,7 +22,7 @@ from plexrl_worker import channel
 from plexrl_worker.bases import BaseLibrary
 from plexrl_worker.calls import MOST_CONCURRENT
 from plexrl_worker.checkpoints import CheckpointStore
-from plexrl_worker.engine.port import MAX_LORA_RANK, TESTED_ARCHITECTURES
+from plexrl_worker.engine.settings import MAX_LORA_RANK, TESTED_ARCHITECTURES
 from plexrl_worker.errors import SettingsError
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost

@@ -11,6 +11,7 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.bases import LocalBase
 from plexrl_worker.engine import codec, port
 from plexrl_worker.engine.client import EngineProcess
+from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings, LoraSettings
 from plexrl_worker.errors import Unsupported
 from plexrl_worker.parked_files import StateFacts
 from plexrl_worker.settings import WorkerSettings
@@ -45,8 +46,8 @@ class Deployment:
     order: w.DeployOrder
     base: LocalBase
     engine_key: str
-    engine_settings: port.EngineSettings
-    settings: port.DeploymentSettings
+    engine_settings: EngineSettings
+    settings: DeploymentSettings
     applied_sequence: int
     weights_version: int
     layout: port.StateLayout | None = None
@@ -113,7 +114,7 @@ def check_settings(settings: m.ModelSettings) -> None:
 def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSettings) -> Deployment:
     """A deployment as ordered, with no state yet."""
     model = order.settings
-    engine_settings = port.EngineSettings(
+    engine_settings = EngineSettings(
         config_json=base.config_json,
         precision=codec.precision(model.precision),
         max_sequence_tokens=model.max_sequence_tokens,
@@ -126,7 +127,7 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
         base=base,
         engine_key=engine_key(engine_settings),
         engine_settings=engine_settings,
-        settings=port.DeploymentSettings(
+        settings=DeploymentSettings(
             trainable=order.role not in (m.MODEL_ROLE_REFERENCE, m.MODEL_ROLE_ROLLOUT),
             micro_batch_tokens=model.micro_batch_tokens or _DEFAULT_MICRO_BATCH_TOKENS,
             activation_checkpointing=model.activation_checkpointing,
@@ -139,11 +140,11 @@ def make_deployment(order: w.DeployOrder, base: LocalBase, settings: WorkerSetti
     )
 
 
-def _lora(settings: m.LoraSettings, base: port.Base) -> port.LoraSettings:
-    return port.LoraSettings(settings.rank, settings.alpha or float(settings.rank), base)
+def _lora(settings: m.LoraSettings, base: Base) -> LoraSettings:
+    return LoraSettings(settings.rank, settings.alpha or float(settings.rank), base)
 
 
-def engine_key(settings: port.EngineSettings) -> str:
+def engine_key(settings: EngineSettings) -> str:
     """SHA-256 over the canonical config and the engine's settings: deployments with equal keys share a child."""
     content = asdict(settings) | {"config_json": _canonical(settings.config_json)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -19,8 +19,8 @@ import psutil
 import structlog
 
 from plexrl_worker.engine import errors as engine_errors
-from plexrl_worker.engine import port
 from plexrl_worker.engine.client import EngineProcess
+from plexrl_worker.engine.settings import EngineSettings
 from plexrl_worker.errors import EngineFailed, ShuttingDown, of_engine
 
 _log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ DeathListener = Callable[[EngineProcess, str], None]
 class _Slot:
     """An engine key's place: its child, if one lives, and how often one was started."""
 
-    settings: port.EngineSettings
+    settings: EngineSettings
     lock: asyncio.Lock
     process: EngineProcess | None = None
     starts: int = 0
@@ -79,7 +79,7 @@ class EngineSupervisor:
         self._closing = False
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def get(self, key: str, settings: port.EngineSettings) -> EngineProcess:
+    async def get(self, key: str, settings: EngineSettings) -> EngineProcess:
         """The living child of a key, started if need be. Raises what `of_engine` makes of a failed start."""
         self._spares.pop(key, None)
         slot = self._slots.setdefault(key, _Slot(settings, asyncio.Lock()))

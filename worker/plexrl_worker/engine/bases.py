@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from plexrl_worker.engine import checkpoints, model_config
 from plexrl_worker.engine.errors import InvalidArgument
-from plexrl_worker.engine.port import Base, DirectoryBase, InitBase
+from plexrl_worker.engine.settings import Base, DirectoryBase, InitBase
 from plexrl_worker.engine.trainer import ParameterView, Trainer
 
 

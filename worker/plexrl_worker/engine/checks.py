@@ -3,7 +3,12 @@
 import math
 
 from plexrl_worker.engine.errors import InvalidArgument
-from plexrl_worker.engine.port import AdamWParams, DeploymentSettings, LoraSettings, SamplingParams, TokenBatch
+from plexrl_worker.engine.port import (
+    AdamWParams,
+    SamplingParams,
+    TokenBatch,
+)
+from plexrl_worker.engine.settings import DeploymentSettings, LoraSettings
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_COMPLETIONS_PER_CALL = 65536

@@ -31,6 +31,7 @@ from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, environment, frames, port
 from plexrl_worker.engine.concurrent import SharedTime
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Yielded
+from plexrl_worker.engine.settings import EngineSettings
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.05
@@ -42,10 +43,10 @@ _TOGETHER_BYTES = 1 << 18
 
 log = logging.getLogger("plexrl.engine")
 
-EngineFactory = Callable[[port.EngineSettings, Path | None], port.Engine]
+EngineFactory = Callable[[EngineSettings, Path | None], port.Engine]
 
 
-def start_vllm(settings: port.EngineSettings, directory: Path | None) -> port.Engine:
+def start_vllm(settings: EngineSettings, directory: Path | None) -> port.Engine:
     """The real engine. Imported here because importing it takes seconds and needs its environment set before."""
     environment.prepare(settings.threads)
     from plexrl_worker.engine.vllm_torch import start
@@ -53,7 +54,7 @@ def start_vllm(settings: port.EngineSettings, directory: Path | None) -> port.En
     return start(settings, directory)
 
 
-def start_fake(settings: port.EngineSettings, _: Path | None) -> port.Engine:
+def start_fake(settings: EngineSettings, _: Path | None) -> port.Engine:
     """The test double, without torch and vLLM."""
     from plexrl_worker.engine.fake import FakeEngine
 

@@ -28,6 +28,7 @@ from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, frames, port
 from plexrl_worker.engine.errors import EngineDied, EngineError, EngineHung, error_of
+from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ class EngineProcess:
     async def start(
         cls,
         kind: str,
-        settings: port.EngineSettings,
+        settings: EngineSettings,
         *,
         directory: Path | None = None,
         start_limit_s: float = 300.0,
@@ -238,14 +239,12 @@ class EngineProcess:
 
     # The functions of port.Engine. Those that the wire knows take and return its messages as they are.
 
-    def declare(self, deployment_id: str, settings: port.DeploymentSettings) -> EngineCall[port.StateLayout]:
+    def declare(self, deployment_id: str, settings: DeploymentSettings) -> EngineCall[port.StateLayout]:
         """See port.Engine.declare."""
         request = e.EngineRequest(deployment_id=deployment_id, declare=codec.declare_request(settings))
         return self._call(request, lambda r: codec.layout(r.layout))
 
-    def initialize(
-        self, deployment_id: str, base: port.Base, rollout_version: int = 0
-    ) -> EngineCall[port.DeploymentState]:
+    def initialize(self, deployment_id: str, base: Base, rollout_version: int = 0) -> EngineCall[port.DeploymentState]:
         """See port.Engine.initialize."""
         initialize = codec.initialize_request(base, rollout_version)
         request = e.EngineRequest(deployment_id=deployment_id, initialize=initialize)

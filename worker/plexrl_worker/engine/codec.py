@@ -8,6 +8,15 @@ from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import port
 from plexrl_worker.engine.errors import InvalidArgument
+from plexrl_worker.engine.settings import (
+    Base,
+    DeploymentSettings,
+    DirectoryBase,
+    EngineSettings,
+    InitBase,
+    LoraSettings,
+    Precision,
+)
 
 _COMPONENTS = {
     port.Component.TRAIN_WEIGHTS: e.ENGINE_COMPONENT_TRAIN_WEIGHTS,
@@ -24,8 +33,8 @@ _LOSSES = {
     port.LossName.LINEAR: t.LOSS_LINEAR,
 }
 _PRECISIONS = {
-    port.Precision.FLOAT32: m.PRECISION_FLOAT32,
-    port.Precision.BFLOAT16: m.PRECISION_BFLOAT16,
+    Precision.FLOAT32: m.PRECISION_FLOAT32,
+    Precision.BFLOAT16: m.PRECISION_BFLOAT16,
 }
 _FINISH_REASONS = {
     port.FinishReason.STOP: t.FINISH_REASON_STOP,
@@ -34,7 +43,7 @@ _FINISH_REASONS = {
 _COMPONENT_OF = {wire_value: value for value, wire_value in _COMPONENTS.items()}
 _LOSS_OF = {wire_value: value for value, wire_value in _LOSSES.items()}
 _PRECISION_OF = {wire_value: value for value, wire_value in _PRECISIONS.items()} | {
-    m.PRECISION_UNSPECIFIED: port.Precision.FLOAT32
+    m.PRECISION_UNSPECIFIED: Precision.FLOAT32
 }
 
 
@@ -51,9 +60,9 @@ def component_values(values: Collection[port.Component]) -> list[e.EngineCompone
     return [_COMPONENTS[value] for value in port.Component if value in values]
 
 
-def settings(message: e.EngineStartRequest) -> port.EngineSettings:
+def settings(message: e.EngineStartRequest) -> EngineSettings:
     """EngineSettings of their message."""
-    return port.EngineSettings(
+    return EngineSettings(
         config_json=message.config_json,
         precision=_PRECISION_OF[message.precision],
         max_sequence_tokens=message.max_sequence_tokens,
@@ -65,25 +74,25 @@ def settings(message: e.EngineStartRequest) -> port.EngineSettings:
     )
 
 
-def _lora(message: e.EngineLora) -> port.LoraSettings:
+def _lora(message: e.EngineLora) -> LoraSettings:
     match message.WhichOneof("base"):
         case "seed":
-            return port.LoraSettings(message.rank, message.alpha, port.InitBase(message.seed))
+            return LoraSettings(message.rank, message.alpha, InitBase(message.seed))
         case "directory":
-            return port.LoraSettings(message.rank, message.alpha, port.DirectoryBase(message.directory))
+            return LoraSettings(message.rank, message.alpha, DirectoryBase(message.directory))
         case _:
             raise InvalidArgument("lora: base is not set")
 
 
-def _lora_message(value: port.LoraSettings) -> e.EngineLora:
+def _lora_message(value: LoraSettings) -> e.EngineLora:
     match value.base:
-        case port.InitBase(seed):
+        case InitBase(seed):
             return e.EngineLora(rank=value.rank, alpha=value.alpha, seed=seed)
-        case port.DirectoryBase(path):
+        case DirectoryBase(path):
             return e.EngineLora(rank=value.rank, alpha=value.alpha, directory=path)
 
 
-def start_request(value: port.EngineSettings) -> e.EngineStartRequest:
+def start_request(value: EngineSettings) -> e.EngineStartRequest:
     """The message of EngineSettings."""
     return e.EngineStartRequest(
         config_json=value.config_json,
@@ -97,14 +106,14 @@ def start_request(value: port.EngineSettings) -> e.EngineStartRequest:
     )
 
 
-def precision(value: m.Precision.ValueType) -> port.Precision:
+def precision(value: m.Precision.ValueType) -> Precision:
     """The port's precision of a model's setting; unset is float32."""
     return _PRECISION_OF[value]
 
 
-def deployment_settings(message: e.DeclareRequest) -> port.DeploymentSettings:
+def deployment_settings(message: e.DeclareRequest) -> DeploymentSettings:
     """DeploymentSettings of their message."""
-    return port.DeploymentSettings(
+    return DeploymentSettings(
         trainable=message.trainable,
         micro_batch_tokens=message.micro_batch_tokens,
         activation_checkpointing=message.activation_checkpointing,
@@ -114,7 +123,7 @@ def deployment_settings(message: e.DeclareRequest) -> port.DeploymentSettings:
     )
 
 
-def declare_request(value: port.DeploymentSettings) -> e.DeclareRequest:
+def declare_request(value: DeploymentSettings) -> e.DeclareRequest:
     """The message of DeploymentSettings."""
     return e.DeclareRequest(
         trainable=value.trainable,
@@ -126,23 +135,23 @@ def declare_request(value: port.DeploymentSettings) -> e.DeclareRequest:
     )
 
 
-def base(message: e.InitializeRequest) -> port.Base:
+def base(message: e.InitializeRequest) -> Base:
     """The base that an InitializeRequest names."""
     match message.WhichOneof("base"):
         case "seed":
-            return port.InitBase(message.seed)
+            return InitBase(message.seed)
         case "directory":
-            return port.DirectoryBase(message.directory)
+            return DirectoryBase(message.directory)
         case _:
             raise InvalidArgument("initialize: base is not set")
 
 
-def initialize_request(value: port.Base, rollout_version: int) -> e.InitializeRequest:
+def initialize_request(value: Base, rollout_version: int) -> e.InitializeRequest:
     """The message that names a base."""
     match value:
-        case port.InitBase(seed):
+        case InitBase(seed):
             return e.InitializeRequest(seed=seed, weights_version=rollout_version)
-        case port.DirectoryBase(path):
+        case DirectoryBase(path):
             return e.InitializeRequest(directory=path, weights_version=rollout_version)
 
 

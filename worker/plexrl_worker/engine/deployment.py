@@ -8,7 +8,12 @@ from tokenizers import Tokenizer
 from plexrl_worker.engine.device import Device, Region, padded
 from plexrl_worker.engine.errors import InvalidArgument
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
-from plexrl_worker.engine.port import ByteArray, Component, DeploymentSettings, ParkedComponent
+from plexrl_worker.engine.port import (
+    ByteArray,
+    Component,
+    ParkedComponent,
+)
+from plexrl_worker.engine.settings import DeploymentSettings
 from plexrl_worker.engine.trainer import Trainer
 from plexrl_worker.engine.weight_slot import RolloutContent
 

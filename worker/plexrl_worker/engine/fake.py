@@ -56,16 +56,13 @@ from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
     AdamWParams,
     Arrivals,
-    Base,
     ByteArray,
     Component,
     ConcurrentGenerate,
     Control,
-    DeploymentSettings,
     DeploymentState,
     DeviceRelease,
     EngineDescription,
-    EngineSettings,
     Float32Array,
     Generation,
     LossBatch,
@@ -73,7 +70,6 @@ from plexrl_worker.engine.port import (
     LossParams,
     ParkedComponent,
     ParkedState,
-    Precision,
     SamplingParams,
     SavedState,
     StateLayout,
@@ -82,6 +78,7 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
+from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings, Precision
 
 
 class FakeEngine:

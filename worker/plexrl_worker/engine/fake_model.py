@@ -15,20 +15,17 @@ from plexrl_worker.engine.errors import Aborted, InvalidArgument, Yielded
 from plexrl_worker.engine.fake_faults import Faults
 from plexrl_worker.engine.ledger import ComponentLedger, state_layout
 from plexrl_worker.engine.port import (
-    Base,
     ByteArray,
     Component,
     ConcurrentGenerate,
-    DeploymentSettings,
-    DirectoryBase,
     FinishReason,
     Float32Array,
     Generation,
-    InitBase,
     ParkedComponent,
     SamplingParams,
 )
 from plexrl_worker.engine.seeds import completion_seed
+from plexrl_worker.engine.settings import Base, DeploymentSettings, DirectoryBase, InitBase
 
 TABLE = "table"
 """The one tensor in files."""

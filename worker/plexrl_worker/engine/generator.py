@@ -35,16 +35,14 @@ from plexrl_worker.engine.port import (
     Arrivals,
     ConcurrentGenerate,
     Control,
-    EngineSettings,
     FinishReason,
     Float32Array,
     Generation,
-    LoraSettings,
-    Precision,
     SamplingParams,
     TokenBatch,
 )
 from plexrl_worker.engine.seeds import completion_seed
+from plexrl_worker.engine.settings import EngineSettings, LoraSettings, Precision
 from plexrl_worker.engine.weight_slot import AdapterSlot, FullSlot, RolloutContent, WeightSlot
 
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}

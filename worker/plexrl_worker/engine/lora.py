@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plexrl_worker.engine.errors import Unsupported
-from plexrl_worker.engine.port import LoraSettings
+from plexrl_worker.engine.settings import LoraSettings
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

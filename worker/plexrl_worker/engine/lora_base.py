@@ -18,13 +18,9 @@ from plexrl_worker.engine.device import Device
 from plexrl_worker.engine.errors import Unsupported
 from plexrl_worker.engine.generator import Generator
 from plexrl_worker.engine.port import (
-    DeploymentSettings,
-    DirectoryBase,
-    EngineSettings,
-    InitBase,
-    Precision,
     TokenBatch,
 )
+from plexrl_worker.engine.settings import DeploymentSettings, DirectoryBase, EngineSettings, InitBase, Precision
 from plexrl_worker.engine.trainer import Trainer
 from plexrl_worker.engine.weight_slot import RolloutContent
 

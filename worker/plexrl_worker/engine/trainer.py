@@ -20,16 +20,14 @@ from plexrl_worker.engine.errors import Aborted, NonFinite, OutOfMemory, Unsuppo
 from plexrl_worker.engine.port import (
     AdamWParams,
     Control,
-    DeploymentSettings,
     Float32Array,
-    LoraSettings,
     LossBatch,
     LossName,
     LossParams,
-    Precision,
     TokenBatch,
     TrainMetrics,
 )
+from plexrl_worker.engine.settings import DeploymentSettings, LoraSettings, Precision
 
 # Views start on cache lines.
 _ALIGNMENT_ELEMENTS = 16

@@ -43,20 +43,15 @@ from plexrl_worker.engine.port import (
     ALL_COMPONENTS,
     AdamWParams,
     Arrivals,
-    Base,
     ByteArray,
     Component,
     ConcurrentGenerate,
     Control,
-    DeploymentSettings,
     DeploymentState,
     DeviceRelease,
-    DirectoryBase,
     EngineDescription,
-    EngineSettings,
     Float32Array,
     Generation,
-    InitBase,
     LossBatch,
     LossName,
     LossParams,
@@ -69,6 +64,7 @@ from plexrl_worker.engine.port import (
     TokenBatch,
     TrainMetrics,
 )
+from plexrl_worker.engine.settings import Base, DeploymentSettings, DirectoryBase, EngineSettings, InitBase
 from plexrl_worker.engine.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from plexrl_worker.engine import lora, weight_plan
 from plexrl_worker.engine.device import Device, Region, padded
 from plexrl_worker.engine.errors import Unsupported
-from plexrl_worker.engine.port import LoraSettings
+from plexrl_worker.engine.settings import LoraSettings
 
 _ALIGNMENT_BYTES = 64
 
