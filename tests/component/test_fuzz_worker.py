@@ -216,6 +216,11 @@ class Target:
                 judge_report(report)
         return "OK", ""
 
+    async def settle(self) -> None:
+        """What was sent before has had its effect, and `status` knows of it."""
+        await self.sing()
+        await self._mend()
+
     async def sing(self) -> None:
         """Another job's next good order works."""
         await self.cluster.orders.ok(swap_weights=wd.swap(CANARY, VICTIM))
@@ -301,6 +306,7 @@ def test_g17_a_message_over_the_limit_is_refused_and_the_next_order_works(target
 
 def test_good_orders_are_obeyed(target: Target) -> None:
     """Else nearly every message would be refused at the door."""
+    target.do(target.settle())
     for action in ACTIONS:
         response = target.do(target.run_order(target.order(action, wd.score())))
         assert not response.report.finished.error.code, (action, response)

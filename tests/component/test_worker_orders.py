@@ -10,7 +10,7 @@ from plexrl.v1 import model_pb2 as m
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.orders import Work
+from plexrl_worker.work import Work
 from tests.support.worker_daemon import (
     METADATA,
     STATE_BYTES,

@@ -41,6 +41,11 @@ class Attempt:
     parked: bool = False
     """It gave way: it is here, and waits to be ordered again."""
 
+    def tell(self, report: w.Report) -> None:
+        """Tells everybody who ordered it."""
+        for sink in self.sinks:
+            sink(report)
+
     def let_go(self) -> None:
         """Keeps the outcome alone: what it was ordered with, megabytes perhaps, must not be remembered with it."""
         self.stop = self.end = _ended

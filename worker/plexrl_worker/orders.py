@@ -6,20 +6,14 @@ Whatever touches the device queues for its lock.
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Awaitable
 
 import structlog
 
-from plexrl import wire
 from plexrl.v1 import registry_pb2 as r
-from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.attempts import Attempt, AttemptLog
 from plexrl_worker.calls import CallRunner, GaveWay, Outcome
-from plexrl_worker.engine.client import ProgressListener
 from plexrl_worker.errors import (
     Cancelled,
     EngineFailed,
@@ -33,41 +27,19 @@ from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost
 from plexrl_worker.journal import Journal
 from plexrl_worker.lanes import Lane
+from plexrl_worker.order_reports import OrderReports, Throttled, bounded, call_status, generated
 from plexrl_worker.outbox import Outbox
 from plexrl_worker.placement import Placement
 from plexrl_worker.snapshotter import Snapshotter
 from plexrl_worker.weight_pull import WeightPuller
+from plexrl_worker.work import Sink, Work, generates
 
 _log = structlog.get_logger(__name__)
 
 MAX_QUEUED_ORDERS = 4096
-_PROGRESS_INTERVAL_S = 0.2
-# A report must fit a message, with room for its frame.
-_MAX_RESULT_BYTES = wire.MAX_MESSAGE_BYTES - 1024 * 1024
 
 _STOPPING = ShuttingDown("this worker is stopping; its next life, or another worker, can take the order")
 _NOT_WANTED = Cancelled("the call was stopped: nobody waits for it any more, or its model goes")
-
-Sink = Callable[[w.Report], None]
-
-
-@dataclass
-class Work:
-    """An accepted order: what it needs before it may run, and where its reports go."""
-
-    order: w.Order
-    sink: Sink
-    journal: Journal = field(default_factory=Journal)
-    attempt: Attempt | None = None
-    execution: Execution | None = None
-    # Why it was stopped, if it was.
-    stopped: WorkerError | None = None
-    after: tuple[asyncio.Future[None], ...] = ()
-
-    @cached_property
-    def done(self) -> asyncio.Future[None]:
-        """Resolves when it needs nothing of its lane any more."""
-        return asyncio.get_running_loop().create_future()
 
 
 class OrderDesk:
@@ -81,6 +53,7 @@ class OrderDesk:
         self._runner = CallRunner(host, puller)
         self._snapshotter = Snapshotter(host)
         self._fences = fences
+        self._reports = OrderReports(host, fences)
         self._outbox = outbox
         self._attempts = AttemptLog()
         self._placing: dict[str, asyncio.Future[None]] = {}
@@ -92,7 +65,7 @@ class OrderDesk:
         self.lanes: list[asyncio.Task[None]] = []
         self._closed = False
         self._running: set[asyncio.Future[None]] = set()
-        host.on_unordered_change = self._tell_of
+        host.on_unordered_change = lambda model_ids: outbox.put(self._reports.unordered(model_ids))
 
     def start(self) -> None:
         """Begins to run what is queued."""
@@ -135,7 +108,7 @@ class OrderDesk:
                 raise ShuttingDown("this worker is stopping and takes no orders")
             self._accept(Work(order, sink))
         except WorkerError as error:
-            sink(self._refusal(order, error))
+            sink(self._reports.refused(order, error))
 
     async def reset(self) -> None:
         """A new life: stops what runs, forgets every outcome and report, drops every model."""
@@ -192,7 +165,7 @@ class OrderDesk:
             raise InvalidOrder("run_call.call: call_id and attempt must be set")
         known = self._attempts.find(order.call)
         if known is not None and known.outcome is not None:
-            work.sink(self._finished(work, known.outcome))
+            work.sink(self._reports.finished(work, known.outcome))
             return
         if known is not None and not known.parked:
             known.order_id = work.order.order_id
@@ -204,8 +177,8 @@ class OrderDesk:
             older.stop(_NOT_WANTED)
         work.execution = Execution(
             order,
-            on_begin=lambda: work.sink(self._report(work, started=w.OrderStarted())),
-            on_progress=_Throttled(lambda done, total: work.sink(self._progress(work, done, total))),
+            on_begin=lambda: work.sink(self._reports.started(work)),
+            on_progress=Throttled(lambda done, total: work.sink(self._reports.progress(work, done, total))),
             journal=work.journal,
         )
         work.attempt = Attempt(
@@ -235,19 +208,19 @@ class OrderDesk:
         if work.attempt is not None:
             work.attempt.end(reason)
         else:
-            work.sink(self._finished(work, w.OrderFinished(error=to_status(reason))))
+            work.sink(self._reports.finished(work, w.OrderFinished(error=to_status(reason))))
         work.done.set_result(None)
 
     def _end_call(self, work: Work, outcome: w.OrderFinished) -> None:
         assert work.attempt is not None
         if work.execution is not None:
             work.execution.end()
-            if outcome.HasField("error") and _generates(work):
+            if outcome.HasField("error") and generates(work):
                 # It may have given way before, and not have come to go on.
                 self._host.forget_execution(work.attempt.model_id, execution_name(work.execution.order))
         if work.attempt.outcome is None:
             self._attempts.finish(work.attempt, outcome)
-            self._tell_all(work.attempt, self._finished(work, outcome))
+            work.attempt.tell(self._reports.finished(work, outcome))
             work.attempt.let_go()
             work.execution = None
 
@@ -273,28 +246,28 @@ class OrderDesk:
         attempt = self._attempts.running(call.call_id)
         if attempt is not None and attempt.number == call.attempt:
             attempt.stop(_NOT_WANTED)
-        work.sink(self._finished(work, w.OrderFinished()))
+        work.sink(self._reports.finished(work, w.OrderFinished()))
 
     def _yield(self, work: Work) -> None:
         call = work.order.yield_call.call
         attempt = self._attempts.find(call)
         if attempt is None:
             # Nothing of it is here: it begins when it is ordered.
-            self._say_of(work, call, yielded=w.OrderYielded())
+            work.sink(call_status(work, call, yielded=w.OrderYielded()))
         elif attempt.outcome is not None:
-            self._say_of(work, call, finished=attempt.outcome)
+            work.sink(call_status(work, call, finished=attempt.outcome))
         else:
             attempt.give_way()
-        work.sink(self._finished(work, w.OrderFinished()))
+        work.sink(self._reports.finished(work, w.OrderFinished()))
 
     def _give_way(self, work: Work) -> None:
         """Has a generate stop at its next step; what is queued or parked has stopped already."""
         assert work.execution is not None
         assert work.attempt is not None
-        if not _generates(work) or work.stopped is not None:
+        if not generates(work) or work.stopped is not None:
             return
         if work.attempt.parked:
-            work.sink(self._report(work, yielded=w.OrderYielded()))
+            work.sink(self._reports.parked(work))
         elif not work.execution.give_way() and not work.execution.begun:
             self._park(work, GaveWay(0, 0))
 
@@ -309,32 +282,7 @@ class OrderDesk:
         if work.stopped is not None:
             self._stop(work, work.stopped)
             return
-        report = self._finished(work, w.OrderFinished())
-        report.yielded.CopyFrom(w.OrderYielded(done=gave_way.done, total=gave_way.total))
-        self._tell_all(work.attempt, report)
-
-    def _tell_all(self, attempt: Attempt, report: w.Report) -> None:
-        for sink in attempt.sinks:
-            sink(report)
-
-    def _say_of(
-        self,
-        work: Work,
-        call: r.CallAttempt,
-        *,
-        yielded: w.OrderYielded | None = None,
-        finished: w.OrderFinished | None = None,
-    ) -> None:
-        """Says again how a call stands that another order is about."""
-        work.sink(
-            w.Report(
-                order_id=work.order.order_id,
-                worker_incarnation=work.order.worker_incarnation,
-                call=call,
-                yielded=yielded,
-                finished=finished,
-            )
-        )
+        work.attempt.tell(self._reports.gave_way(work, gave_way.done, gave_way.total))
 
     def _abort_calls_of(self, model_id: str) -> None:
         for attempt in self._attempts.all_running():
@@ -351,7 +299,7 @@ class OrderDesk:
             try:
                 for placement in work.after:
                     await placement
-                if _generates(work):
+                if generates(work):
                     await self._run_generates(work)
                 else:
                     await self._run(work)
@@ -367,17 +315,17 @@ class OrderDesk:
         order = work.order
         match order.WhichOneof("action"):
             case "deploy":
-                work.sink(self._finished(work, await self._outcome(work, self._deploy(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._deploy(work))))
             case "drop":
-                work.sink(self._finished(work, await self._outcome(work, self._drop(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._drop(work))))
             case "swap_weights":
-                work.sink(self._finished(work, await self._outcome(work, self._swap(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._swap(work))))
             case "snapshot":
-                work.sink(self._finished(work, await self._outcome(work, self._snapshot(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._snapshot(work))))
             case "expire_snapshots":
-                work.sink(self._finished(work, await self._outcome(work, self._expire(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._expire(work))))
             case "prefetch":
-                work.sink(self._finished(work, await self._outcome(work, self._prefetch(work))))
+                work.sink(self._reports.finished(work, await self._outcome(work, self._prefetch(work))))
             case "run_call":
                 if work.attempt is not None and work.attempt.outcome is None:
                     self._end_call(work, await self._outcome(work, self._call(work)))
@@ -391,7 +339,7 @@ class OrderDesk:
 
         def wanted(work: Work) -> bool:
             run = work.order.run_call
-            return _generates(work) and (run.model_id, run.concurrent) == (model_id, concurrent) and not work.after
+            return generates(work) and (run.model_id, run.concurrent) == (model_id, concurrent) and not work.after
 
         def following() -> Execution | None:
             while (work := self._device_lane.take_if(wanted)) is not None:
@@ -407,7 +355,7 @@ class OrderDesk:
             if isinstance(outcome, GaveWay):
                 self._park(work, outcome)
             else:
-                self._end_call(work, _generated(outcome))
+                self._end_call(work, generated(outcome))
 
         if (execution := self._due(first)) is None:
             return
@@ -473,92 +421,4 @@ class OrderDesk:
 
     async def _call(self, work: Work) -> w.OrderFinished:
         assert work.execution is not None
-        return _bounded(w.OrderFinished(result=await self._runner.run(work.execution)))
-
-    # Reporting.
-
-    def _finished(self, work: Work, outcome: w.OrderFinished) -> w.Report:
-        intervals, touched = work.journal.take()
-        report = self._report(work, finished=outcome)
-        report.intervals.extend(intervals)
-        report.deployments.extend(self._host.status(model_id) for model_id in sorted(touched))
-        return report
-
-    def _refusal(self, order: w.Order, error: WorkerError) -> w.Report:
-        _log.warning("order_refused", order_id=order.order_id, reason=error.reason, message=error.message)
-        return self._report(Work(order, lambda _: None), finished=w.OrderFinished(error=to_status(error)))
-
-    def _progress(self, work: Work, done: int, total: int) -> w.Report:
-        return self._report(work, progress=w.OrderProgress(done=done, total=total))
-
-    def _report(
-        self,
-        work: Work,
-        *,
-        started: w.OrderStarted | None = None,
-        progress: w.OrderProgress | None = None,
-        finished: w.OrderFinished | None = None,
-        yielded: w.OrderYielded | None = None,
-    ) -> w.Report:
-        return w.Report(
-            order_id=work.attempt.order_id if work.attempt else work.order.order_id,
-            # The life that the order was for: a late report of an older life must not pass for one of this.
-            worker_incarnation=work.order.worker_incarnation,
-            call=_call_of(work.order),
-            started=started,
-            progress=progress,
-            finished=finished,
-            yielded=yielded,
-        )
-
-    def _tell_of(self, model_ids: set[str]) -> None:
-        """Reports what no order caused."""
-        self._outbox.put(
-            w.Report(
-                worker_incarnation=self._fences.worker_incarnation,
-                deployments=[self._host.status(model_id) for model_id in sorted(model_ids)],
-            )
-        )
-
-
-class _Throttled:
-    """Lets through a few progress reports a second."""
-
-    def __init__(self, listener: ProgressListener) -> None:
-        self._listener = listener
-        self._next_s = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
-            self._listener(done, total)
-
-
-def _generates(work: Work) -> bool:
-    return work.order.HasField("run_call") and work.order.run_call.spec.HasField("generate")
-
-
-def _generated(outcome: t.GenerateResult | WorkerError) -> w.OrderFinished:
-    if isinstance(outcome, WorkerError):
-        return w.OrderFinished(error=to_status(outcome))
-    finished = w.OrderFinished()
-    finished.result.generate.CopyFrom(outcome)
-    try:
-        return _bounded(finished)
-    except EngineFailed as error:
-        return w.OrderFinished(error=to_status(error))
-
-
-def _bounded(finished: w.OrderFinished) -> w.OrderFinished:
-    """The outcome, if a report can carry it. Raises EngineFailed."""
-    size_bytes = finished.ByteSize()
-    if size_bytes > _MAX_RESULT_BYTES:
-        raise EngineFailed(
-            f"the result has {size_bytes} bytes, the limit is {_MAX_RESULT_BYTES}: ask for less in one call"
-        )
-    return finished
-
-
-def _call_of(order: w.Order) -> r.CallAttempt | None:
-    """The execution that an order's reports speak of. An abort's name none: being heard is not how a call ended."""
-    return order.run_call.call if order.HasField("run_call") else None
+        return bounded(w.OrderFinished(result=await self._runner.run(work.execution)))

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from google.rpc import code_pb2
 
 from plexrl import wire
-from plexrl_controller.dispatch.ledger import Batch, Ledger, ModelCalls
+from plexrl_controller.dispatch.facts import ModelCalls
+from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.restore import replays_after, restore_points, shorten_log, what_is_left
 from plexrl_controller.domain.ids import ModelId
 from plexrl_controller.domain.records import Call, Job, Model, Record, Worker

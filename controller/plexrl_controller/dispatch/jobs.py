@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from plexrl_controller.dispatch import limits
 from plexrl_controller.dispatch.core import Core
-from plexrl_controller.dispatch.ledger import Batch, JobFacts, live_jobs
+from plexrl_controller.dispatch.facts import JobFacts
+from plexrl_controller.dispatch.ledger import Batch, live_jobs
 from plexrl_controller.domain.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
 from plexrl_controller.domain.ids import JobId, RequestId, Tenant
 from plexrl_controller.domain.records import Job, Request

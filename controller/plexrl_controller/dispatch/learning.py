@@ -4,7 +4,8 @@ Volatile: a new leader begins with nothing known, places by memory and holds by 
 seen enough. Decides nothing.
 """
 
-from plexrl_controller.dispatch.ledger import JobFacts, Ledger
+from plexrl_controller.dispatch.facts import JobFacts
+from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.domain.ids import JobId, WorkerId
 from plexrl_controller.domain.records import Interval, Job
 from plexrl_controller.domain.states import IntervalKind

@@ -6,7 +6,8 @@ The rules of program order and of versions live here and nowhere else; the cycle
 from dataclasses import dataclass
 
 from plexrl_controller.dispatch.capabilities import capabilities_of
-from plexrl_controller.dispatch.ledger import Ledger, ModelCalls
+from plexrl_controller.dispatch.facts import ModelCalls
+from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.dispatch.pulls import may_be_ordered, older_pulls, waits_for
 from plexrl_controller.dispatch.replays import progress, ready_replays
 from plexrl_controller.domain.ids import CallId, SessionId

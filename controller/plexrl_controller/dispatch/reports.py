@@ -11,8 +11,9 @@ from plexrl import wire
 from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch.cascade import fail, give_up_state, lose_attempt, lose_model_state, requeue
 from plexrl_controller.dispatch.core import Core, log
+from plexrl_controller.dispatch.facts import HostImage
 from plexrl_controller.dispatch.learning import learn_interval, learn_iteration
-from plexrl_controller.dispatch.ledger import Batch, HostImage
+from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import not_restored, replay_ended, restored
 from plexrl_controller.dispatch.replay_log import REPLAYED
 from plexrl_controller.dispatch.restore import begin_log, cover

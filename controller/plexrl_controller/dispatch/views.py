@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from plexrl_controller.dispatch.capabilities import capabilities_of
+from plexrl_controller.dispatch.facts import GroupState, JobFacts
 from plexrl_controller.dispatch.learning import corrected_hint
-from plexrl_controller.dispatch.ledger import GroupState, JobFacts, Ledger
+from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
 from plexrl_controller.dispatch.replays import replays_in_flight
 from plexrl_controller.domain.ids import GroupId, JobId, WorkerId
