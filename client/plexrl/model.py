@@ -122,6 +122,7 @@ class Model:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         logprobs: bool = True,
+        leave: int = 0,
         version: int | AtLeast | None = None,
         session: "Session | None" = None,
         tags: Mapping[str, str] | None = None,
@@ -131,11 +132,14 @@ class Model:
 
         temperature 0 is greedy; top_k 0 keeps all tokens; seed None draws one. version: a number for exactly that
         version, AtLeast(number), or None for the newest that was synced before this call. Log-probabilities are the
-        raw model's, before temperature. Not sequenced. session: an open one, with whose other calls it runs together;
-        `session.generate` says the same.
+        raw model's, before temperature. Not sequenced. leave: the call ends as soon as no more than so many of all its
+        completions are unfinished; they come as far as they are, with finish reason "unfinished". session: an open
+        one, with whose other calls it runs together; `session.generate` says the same.
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise errors.InvalidArgument("prompts: want token ids, not text: model.tokenize(texts) makes them")
+        if not 0 <= leave < len(prompts) * n:
+            raise errors.InvalidArgument(f"leave: {leave} of {len(prompts) * n} completions, want fewer than there are")
         # In place: a message that is built apart is copied into the one that it is part of.
         request = self._request(tags, timeout_s)
         if session is not None:
@@ -145,6 +149,7 @@ class Model:
         sampling = spec.sampling
         sampling.n, sampling.max_tokens, sampling.temperature = n, max_tokens, temperature
         sampling.top_p, sampling.top_k, sampling.logprobs = top_p, top_k, logprobs
+        sampling.leave = leave
         sampling.seed = secrets.randbits(63) if seed is None else seed
         sampling.stop.extend(stop)
         sampling.stop_token_ids.extend(stop_token_ids)

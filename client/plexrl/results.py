@@ -12,7 +12,11 @@ import numpy as np
 from plexrl.v1 import types_pb2 as t
 from plexrl.wire import Float32Array, Int32Array, WireError, batch_arrays, float32s, split
 
-FINISH_REASONS = {t.FINISH_REASON_STOP: "stop", t.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {
+    t.FINISH_REASON_STOP: "stop",
+    t.FINISH_REASON_LENGTH: "length",
+    t.FINISH_REASON_UNFINISHED: "unfinished",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +26,7 @@ class Completions:
     flat_token_ids: int32 [N], all completions one after the other, without their prompts.
     lengths: int32 [S].
     flat_logprobs: float32 [N] under the raw model (before temperature), or empty if not asked for.
-    finish_reasons: S times "stop" or "length".
+    finish_reasons: S times "stop" or "length", or "unfinished" where the call was told to `leave` some.
     weights_version: the version of the weights that made every token.
     """
 

@@ -26,6 +26,7 @@ from plexrl_worker.engine.port import ALL_COMPONENTS, Component, LossName, LossP
 from plexrl_worker.engine.settings import DeploymentSettings, InitBase
 from tests.support.engine_checkpoints import CheckpointConformance
 from tests.support.engine_concurrency import ConcurrencyConformance
+from tests.support.engine_leaves import LeaveConformance
 from tests.support.engine_preloads import PreloadConformance
 from tests.support.engine_rollouts import RolloutConformance
 from tests.support.engine_subjects import (
@@ -48,7 +49,12 @@ from tests.support.engine_yields import YieldConformance
 
 
 class EngineConformance(
-    YieldConformance, PreloadConformance, ConcurrencyConformance, CheckpointConformance, RolloutConformance
+    YieldConformance,
+    PreloadConformance,
+    ConcurrencyConformance,
+    LeaveConformance,
+    CheckpointConformance,
+    RolloutConformance,
 ):
     """The suite. Subclasses define a fixture `engine` and, where images are special, `make_image`."""
 

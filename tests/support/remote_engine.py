@@ -20,7 +20,7 @@ from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettin
 T = TypeVar("T")
 
 _LOSSES = {loss: t.Loss.Value(f"LOSS_{loss.name}") for loss in port.LossName}
-_REASONS = {t.FINISH_REASON_STOP: port.FinishReason.STOP, t.FINISH_REASON_LENGTH: port.FinishReason.LENGTH}
+_REASONS = {t.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in port.FinishReason}
 
 
 class RemoteEngine:
@@ -267,6 +267,7 @@ def _generate_spec(prompts: port.TokenBatch, params: port.SamplingParams) -> t.G
             stop=params.stop,
             seed=params.seed,
             logprobs=params.logprobs,
+            leave=params.leave,
         ),
     )
 

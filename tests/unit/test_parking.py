@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from plexrl_worker.engine.parking import Parking, Sampled
+from plexrl_worker.engine.executions import Sampled
+from plexrl_worker.engine.parking import Parking
 
 BLOCK_TOKENS = 32
 

@@ -130,6 +130,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A stop token or stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's length limit."""
+    FINISH_REASON_UNFINISHED: _FinishReason.ValueType  # 3
+    """It has not ended: SamplingParams.leave. Prompt and tokens so far are a prompt to go on from."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a completion ended."""
@@ -140,6 +142,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token or stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's length limit."""
+FINISH_REASON_UNFINISHED: FinishReason.ValueType  # 3
+"""It has not ended: SamplingParams.leave. Prompt and tokens so far are a prompt to go on from."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _CallKind:
@@ -491,6 +495,7 @@ class SamplingParams(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Completions per prompt, 1 to 1024."""
     temperature: _builtins.float
@@ -505,6 +510,10 @@ class SamplingParams(_message.Message):
     """Seed of the call. Each completion draws from its own stream, derived from (seed, prompt index, completion index)."""
     logprobs: _builtins.bool
     """Return per-token log-probabilities."""
+    leave: _builtins.int
+    """The call ends as soon as no more than so many of all its completions are unfinished, fewer than it has; those come as
+    far as they are, with FINISH_REASON_UNFINISHED. Which are left may differ from one execution to the next. 0: none.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a completion; the id itself is part of the completion."""
@@ -525,10 +534,11 @@ class SamplingParams(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int = ...,
         logprobs: _builtins.bool = ...,
+        leave: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1002,7 +1012,7 @@ class GenerateResult(_message.Message):
     """The version of the weights that made every token."""
     @_builtins.property
     def completions(self) -> Global___TokenBatch:
-        """The completions, without their prompts; lengths may be 0 only if generation stopped at once."""
+        """The completions, without their prompts. The length of one that is unfinished may be 0."""
 
     @_builtins.property
     def logprobs(self) -> Global___Tensor:

@@ -61,6 +61,10 @@ def _check_generate(spec: types_pb2.GenerateSpec) -> None:
             f"generate: {lengths.size} prompts x n={sampling.n} are more than "
             f"{limits.MAX_BATCH_SEQUENCES} completions; split it"
         )
+    if sampling.leave >= lengths.size * sampling.n:
+        raise InvalidArgument(
+            f"sampling.leave: {sampling.leave} of {lengths.size * sampling.n} completions; want fewer than there are"
+        )
     _in_range("sampling.max_tokens", sampling.max_tokens, 1, limits.MAX_BATCH_TOKENS)
     _finite("sampling.temperature", sampling.temperature, low=0.0, high=100.0)
     _finite("sampling.top_p", sampling.top_p, low=0.0, high=1.0)

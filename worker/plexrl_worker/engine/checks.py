@@ -46,6 +46,8 @@ def check_sampling(params: SamplingParams, prompts: TokenBatch, max_sequence_tok
     completions = params.n * int(prompts.lengths.size)
     if completions > MAX_COMPLETIONS_PER_CALL:
         raise InvalidArgument(f"{completions} completions in one call, the limit is {MAX_COMPLETIONS_PER_CALL}")
+    if not 0 <= params.leave < completions:
+        raise InvalidArgument(f"leave is {params.leave} of {completions} completions, want 0 to {completions - 1}")
     if params.max_tokens < 1:
         raise InvalidArgument("max_tokens must be at least 1")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):

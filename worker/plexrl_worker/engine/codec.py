@@ -39,6 +39,7 @@ _PRECISIONS = {
 _FINISH_REASONS = {
     port.FinishReason.STOP: t.FINISH_REASON_STOP,
     port.FinishReason.LENGTH: t.FINISH_REASON_LENGTH,
+    port.FinishReason.UNFINISHED: t.FINISH_REASON_UNFINISHED,
 }
 _COMPONENT_OF = {wire_value: value for value, wire_value in _COMPONENTS.items()}
 _LOSS_OF = {wire_value: value for value, wire_value in _LOSSES.items()}
@@ -287,6 +288,7 @@ def sampling(message: t.SamplingParams) -> port.SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         stop=tuple(message.stop),
         logprobs=message.logprobs,
+        leave=message.leave,
     )
 
 

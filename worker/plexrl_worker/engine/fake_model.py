@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,16 +74,17 @@ class FakeDeployment:
         return row
 
 
+Completion = tuple[list[int], list[float], FinishReason]
+"""Token ids, their log-probabilities, and why it ended."""
+
+
 @dataclass
 class Sampled:
     """Completions of a generate that gave way."""
 
     deployment_id: str
     weights_version: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    reasons: list[FinishReason] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
 
 
 def base_weights(base: Base, vocab_size: int) -> Float32Array:
@@ -116,10 +117,8 @@ def log_softmax(logits: Float32Array) -> np.ndarray[tuple[int, int], np.dtype[np
     return log_probabilities
 
 
-def sample(
-    row_after: Callable[[int], Float64Array], last_token: int, params: SamplingParams, seed: int
-) -> tuple[list[int], list[float], FinishReason]:
-    """One completion, with the log-probabilities after each token: (token ids, theirs, why it ended)."""
+def sample(row_after: Callable[[int], Float64Array], last_token: int, params: SamplingParams, seed: int) -> Completion:
+    """One completion, from the log-probabilities after each token."""
     ids: list[int] = []
     scores: list[float] = []
     draws = np.random.default_rng(seed) if params.temperature else None
@@ -144,7 +143,10 @@ def sample(
 
 @dataclass
 class Sampling:
-    """A generate that is under way, with the last token of each of its prompts."""
+    """A generate that is under way, with the last token of each of its prompts.
+
+    Time passes for as many completions as are to finish; those that are left cost none.
+    """
 
     generate: ConcurrentGenerate
     sampled: Sampled
@@ -156,7 +158,7 @@ class Sampling:
         Raises Aborted, Yielded.
         """
         generate, sampled, params = self.generate, self.sampled, self.generate.params
-        index, total = len(sampled.lengths), len(self.last_tokens) * params.n
+        index, total = len(sampled.completions), len(self.last_tokens) * params.n
         if generate.control.aborted():
             raise Aborted("generate was aborted")
         if generate.execution and generate.control.yielding():
@@ -165,20 +167,31 @@ class Sampling:
             time.sleep(_HELD_S)
             return None
         faults.strike(f"completion-{index}", generate.control)
-        prompt_index, completion_index = divmod(index, params.n)
-        seed = completion_seed(params.seed, prompt_index, completion_index)
-        ids, scores, reason = sample(row_after, self.last_tokens[prompt_index], params, seed)
-        sampled.token_ids += ids
-        sampled.logprobs += scores
-        sampled.lengths.append(len(ids))
-        sampled.reasons.append(reason)
+        sampled.completions.append(self._sample(row_after, index))
         generate.control.progress(index + 1, total)
-        if index + 1 < total:
+        if index + 1 + params.leave < total:
             return None
+        left = [self._sample(row_after, number) for number in range(index + 1, total)]
+        completions = _cut([*sampled.completions, *left], params.leave)
+        logprobs = [score for _, scores, _ in completions for score in scores] if params.logprobs else []
         return Generation(
-            token_ids=np.array(sampled.token_ids, np.int32),
-            lengths=np.array(sampled.lengths, np.int32),
-            logprobs=np.array(sampled.logprobs if params.logprobs else [], np.float32),
-            finish_reasons=tuple(sampled.reasons),
+            token_ids=np.array([token for ids, _, _ in completions for token in ids], np.int32),
+            lengths=np.array([len(ids) for ids, _, _ in completions], np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reasons=tuple(reason for _, _, reason in completions),
             weights_version=sampled.weights_version,
         )
+
+    def _sample(self, row_after: Callable[[int], Float64Array], index: int) -> Completion:
+        prompt_index, completion_index = divmod(index, self.generate.params.n)
+        seed = completion_seed(self.generate.params.seed, prompt_index, completion_index)
+        return sample(row_after, self.last_tokens[prompt_index], self.generate.params, seed)
+
+
+def _cut(completions: Sequence[Completion], leave: int) -> list[Completion]:
+    """What an engine has of them that samples a token of each at every step, when all but `leave` have ended."""
+    steps = sorted(len(ids) for ids, _, _ in completions)[-1 - leave]
+    return [
+        whole if len(whole[0]) <= steps else (whole[0][:steps], whole[1][:steps], FinishReason.UNFINISHED)
+        for whole in completions
+    ]

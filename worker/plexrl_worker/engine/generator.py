@@ -1,7 +1,7 @@
 """The vLLM generator of one architecture: one set of weights at a time, replaced in place on the live engine.
 
-The step loop is ours, in process; vLLM's schedulers, kernels and KV cache are used as they are. This is the only
-module that touches vLLM, and where it reaches for what vLLM does not publish it says so ("private"). Knows no
+The step loop is ours, in process; vLLM's schedulers, kernels and KV cache are used as they are. This, `parking`
+and `executions` alone touch vLLM, and where they reach for what vLLM does not publish they say so ("private"). Knows no
 deployments: a caller names the content of the slot, and its key salts the prefix cache.
 """
 
@@ -10,7 +10,6 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,14 +29,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from plexrl_worker.engine import lora
 from plexrl_worker.engine.device import Device, drop_pages
 from plexrl_worker.engine.errors import Aborted, EngineError, InvalidArgument, Unsupported, Yielded
-from plexrl_worker.engine.parking import Parking, Sampled
+from plexrl_worker.engine.executions import Execution, Sampled
+from plexrl_worker.engine.parking import Parking
 from plexrl_worker.engine.port import (
     Arrivals,
     ConcurrentGenerate,
     Control,
-    FinishReason,
     Float32Array,
-    Generation,
     SamplingParams,
     TokenBatch,
 )
@@ -46,8 +44,6 @@ from plexrl_worker.engine.settings import EngineSettings, LoraSettings, Precisio
 from plexrl_worker.engine.weight_slot import AdapterSlot, FullSlot, RolloutContent, WeightSlot
 
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
-# A stop string is looked for in the text of this many tokens more than it has characters.
-_STOP_MARGIN_TOKENS = 8
 
 
 class Generator:
@@ -107,7 +103,7 @@ class Generator:
         With an adapter nothing is parked: vLLM knows a request's adapter by a number that does not outlast a swap.
         """
         adapter = self.slot.adapter(content)
-        running: dict[str, _Execution] = {}
+        running: dict[str, Execution] = {}
         try:
             while True:
                 for generate in arrivals.take():
@@ -126,9 +122,9 @@ class Generator:
                 self._step(running, tokenizer)
                 for execution in list(running.values()):
                     execution.generate.control.progress(len(execution.finished), execution.total)
-                    if len(execution.finished) == execution.total:
+                    if execution.over:
                         del running[execution.name]
-                        arrivals.ended(execution.generate, execution.generation())
+                        arrivals.ended(execution.generate, execution.conclude(self._engine))
         except BaseException:
             self._engine.abort_request([name for each in running.values() for name in each.sampled.request_ids])
             raise
@@ -139,7 +135,7 @@ class Generator:
         content: RolloutContent,
         adapter: LoRARequest | None,
         tokenizer: Tokenizer | None,
-    ) -> "_Execution":
+    ) -> Execution:
         """Gives a generate's requests to the engine, or back to it where they are parked."""
         if generate.params.stop and tokenizer is None:
             raise InvalidArgument("stop strings need a tokenizer, and the model's base has none: use stop_token_ids")
@@ -148,9 +144,9 @@ class Generator:
         if sampled is None:
             sampled = Sampled(content.model, content.version, [], {})
             self._admit(sampled, generate.prompts, generate.params, content, adapter)
-        return _Execution(generate, sampled)
+        return Execution(generate, sampled)
 
-    def _stopped(self, execution: "_Execution", *, may_yield: bool) -> EngineError | None:
+    def _stopped(self, execution: Execution, *, may_yield: bool) -> EngineError | None:
         """Takes a generate that is to end or to give way out of the engine."""
         control, name = execution.generate.control, execution.generate.execution
         if control.aborted():
@@ -161,25 +157,14 @@ class Generator:
             return Yielded("gave way between steps; every token is kept")
         return None
 
-    def _step(self, running: Mapping[str, "_Execution"], tokenizer: Tokenizer | None) -> None:
+    def _step(self, running: Mapping[str, Execution], tokenizer: Tokenizer | None) -> None:
         """One step of the engine; what ended in it is noted."""
         self.steps += 1
         for output in self._engine.step():
             assert isinstance(output, RequestOutput)
-            name, _, number = output.request_id.rpartition("-")
-            execution = running.get(name)
-            if execution is None:
-                continue
-            completion, finished = output.outputs[0], execution.finished
-            stopped_at = _stop_string_end(completion.token_ids, execution.generate.params.stop, tokenizer)
-            if stopped_at is not None:
-                self._engine.abort_request([output.request_id])
-                ids = list(completion.token_ids[:stopped_at])
-                finished[int(number)] = (ids, _logprobs(completion, len(ids)), FinishReason.STOP)
-            elif output.finished:
-                ids = list(completion.token_ids)
-                reason = FinishReason.STOP if completion.finish_reason == "stop" else FinishReason.LENGTH
-                finished[int(number)] = (ids, _logprobs(completion, len(ids)), reason)
+            execution = running.get(output.request_id.rpartition("-")[0])
+            if execution is not None:
+                execution.note(self._engine, output, tokenizer)
 
     def score(self, batch: TokenBatch, content: RolloutContent, control: Control) -> Float32Array:
         """Log-probability of each token under the slot's weights: float32 [N], 0 for the first of each sequence."""
@@ -309,42 +294,6 @@ class Generator:
             control.progress(*progress())
 
 
-@dataclass
-class _Execution:
-    """A generate that is in the engine."""
-
-    generate: ConcurrentGenerate
-    sampled: Sampled
-
-    @property
-    def name(self) -> str:
-        """What the ids of its requests begin with."""
-        return self.sampled.request_ids[0].rpartition("-")[0]
-
-    @property
-    def finished(self) -> dict[int, tuple[list[int], list[float], FinishReason]]:
-        """Completions that have ended, by their number."""
-        return self.sampled.finished
-
-    @property
-    def total(self) -> int:
-        """Completions in all."""
-        return len(self.sampled.request_ids)
-
-    def generation(self) -> Generation:
-        """The whole, once all completions have ended."""
-        completions = [self.finished[index] for index in range(self.total)]
-        wanted = self.generate.params.logprobs
-        logprobs = [score for _, scores, _ in completions for score in scores] if wanted else []
-        return Generation(
-            token_ids=np.array([token for ids, _, _ in completions for token in ids], np.int32),
-            lengths=np.array([len(ids) for ids, _, _ in completions], np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            finish_reasons=tuple(reason for _, _, reason in completions),
-            weights_version=self.sampled.version,
-        )
-
-
 def _offered_rank(settings: LoraSettings | None) -> MaxLoRARanks:
     """The least rank of vLLM's that holds the adapters. Raises Unsupported."""
     offered: tuple[MaxLoRARanks, ...] = get_args(MaxLoRARanks)
@@ -414,21 +363,3 @@ def _vllm_params(params: SamplingParams, seed: int) -> VllmSamplingParams:
 def _split(batch: TokenBatch) -> list[list[int]]:
     ends = np.cumsum(batch.lengths)
     return [batch.token_ids[end - length : end].tolist() for end, length in zip(ends, batch.lengths, strict=True)]
-
-
-def _logprobs(completion: Any, count: int) -> list[float]:
-    """Log-probabilities of the first `count` sampled tokens; a position's first entry is the sampled token's."""
-    flat = completion.logprobs
-    return [] if flat is None else [flat.logprobs[start] for start in flat.start_indices[:count]]
-
-
-def _stop_string_end(token_ids: Any, stop: tuple[str, ...], tokenizer: Tokenizer | None) -> int | None:
-    """Tokens up to the one that completes the first stop string; None if there is none.
-
-    The outputs come token by token, so only the newest token can complete one: the text's end is looked at.
-    """
-    if not stop or tokenizer is None or not token_ids:
-        return None
-    tail = list(token_ids)[-(max(map(len, stop)) + _STOP_MARGIN_TOKENS) :]
-    text = tokenizer.decode(tail, skip_special_tokens=False)
-    return len(token_ids) if any(word in text for word in stop) else None

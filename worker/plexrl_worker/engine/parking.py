@@ -7,28 +7,12 @@ either way. Private fields of vLLM's scheduler (pinned; `tests/e2e/test_engine_v
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from plexrl_worker.engine.port import FinishReason
+from plexrl_worker.engine.executions import Sampled
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-
-@dataclass
-class Sampled:
-    """A generate that gave way: what has ended of it, and the requests that have not."""
-
-    model: str
-    version: int
-    request_ids: list[str]
-    finished: dict[int, tuple[list[int], list[float], FinishReason]]
-    """By the number of the completion: token ids, log-probabilities, and why it ended."""
-    scheduled_ids: set[str] = field(default_factory=set)
-    """What the scheduler knows the requests by: it adds something of its own to the ids that it was given."""
-    running: list[Any] = field(default_factory=list)
-    waiting: list[Any] = field(default_factory=list)
 
 
 class Parking:

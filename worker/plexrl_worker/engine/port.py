@@ -39,10 +39,11 @@ TRAIN_COMPONENTS: frozenset[Component] = ALL_COMPONENTS - {Component.ROLLOUT_WEI
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: a stop token or string, or max_tokens or the model's limit."""
+    """Why a completion ended: a stop token or string; max_tokens or the model's limit; its generate left it."""
 
     STOP = "stop"
     LENGTH = "length"
+    UNFINISHED = "unfinished"
 
 
 class LossName(StrEnum):
@@ -158,7 +159,8 @@ class TokenBatch:
 class SamplingParams:
     """How to sample. Log-probabilities are the raw model's, before temperature and truncation.
 
-    top_k 0 means all. seed: each completion draws from its own stream, `seeds.completion_seed`.
+    top_k 0 means all. seed: each completion draws from its own stream, `seeds.completion_seed`. leave: the generate
+    ends as soon as no more than so many of all its completions are unfinished; those come as far as they are.
     """
 
     n: int
@@ -170,6 +172,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: bool = True
+    leave: int = 0
 
 
 @dataclass(frozen=True)
