@@ -88,6 +88,27 @@ async def test_reports_wait_for_a_stream_within_a_bound_and_progress_does_not() 
     assert [report.order_id for report in frame] == [2, 3, 4]
 
 
+def large(order_id: int) -> w.Report:
+    tokens = t.TokenBatch(token_ids=t.Tensor(data=bytes(1000)))
+    result = t.CallResult(generate=t.GenerateResult(completions=tokens))
+    return w.Report(order_id=order_id, finished=w.OrderFinished(result=result))
+
+
+async def test_reports_are_kept_within_bytes_too_and_the_newest_whatever_its_size() -> None:
+    outbox = Outbox(max_kept_bytes=2500)
+    for order_id in range(5):
+        outbox.put(large(order_id))
+    frame = await outbox.open(1).next_frame()
+    assert frame is not None
+    assert [report.order_id for report in frame] == [3, 4]
+    outbox = Outbox(max_kept_bytes=10)
+    for order_id in range(3):
+        outbox.put(large(order_id))
+    assert [report.order_id for report in await outbox.open(1).next_frame() or []] == [2]
+    outbox.put(started(3))  # what was taken counts no more
+    assert [report.order_id for report in await outbox.open(2).next_frame() or []] == [3]
+
+
 async def test_a_newer_stream_takes_over_and_the_older_hears_that() -> None:
     outbox = Outbox()
     older = outbox.open(1)

@@ -12,6 +12,7 @@ from plexrl.v1 import worker_pb2 as w
 _log = structlog.get_logger(__name__)
 
 MAX_KEPT_REPORTS = 4096
+MAX_KEPT_BYTES = 512 * 1024 * 1024
 _MAX_FRAME_REPORTS = 256
 _MAX_FRAME_BYTES = 32 * 1024 * 1024
 
@@ -38,14 +39,17 @@ class ReportStream:
 
 
 class Outbox:
-    """Every report passes here. What no stream has taken in time, and is over the bound, is dropped, oldest first:
-    the controller sends orders again whose end it has not seen, and is answered from memory.
+    """Every report passes here. What no stream has taken in time, and is over the bounds, is dropped, oldest first, the
+    newest never: the controller sends orders again whose end it has not seen, and is answered from memory.
     """
 
-    def __init__(self, max_kept_reports: int = MAX_KEPT_REPORTS) -> None:
+    def __init__(self, max_kept_reports: int = MAX_KEPT_REPORTS, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self.stream: ReportStream | None = None
-        self._reports: deque[w.Report] = deque()
+        self._reports: deque[tuple[w.Report, int]] = deque()
+        """Each with its bytes."""
+        self._kept_bytes = 0
         self._max_kept_reports = max_kept_reports
+        self._max_kept_bytes = max_kept_bytes
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -53,10 +57,14 @@ class Outbox:
         """Adds a report. Progress that nobody is there to hear is not kept."""
         if self.stream is None and report.WhichOneof("event") == "progress":
             return
-        self._reports.append(report)
-        if len(self._reports) > self._max_kept_reports:
-            dropped = self._reports.popleft()
-            _log.warning("report_dropped", order_id=dropped.order_id, kept=self._max_kept_reports)
+        size_bytes = report.ByteSize()
+        self._reports.append((report, size_bytes))
+        self._kept_bytes += size_bytes
+        while len(self._reports) > 1 and self._over_bounds():
+            dropped = self._pop()
+            _log.warning(
+                "report_dropped", order_id=dropped.order_id, kept=len(self._reports), kept_bytes=self._kept_bytes
+            )
         self._changed.set()
 
     def open(self, leader_term: int) -> ReportStream:
@@ -83,6 +91,7 @@ class Outbox:
     def clear(self) -> None:
         """Forgets what was kept: it belongs to a life that is over."""
         self._reports.clear()
+        self._kept_bytes = 0
 
     async def take(self, stream: ReportStream) -> list[w.Report] | None:
         """See ReportStream.next_frame."""
@@ -98,10 +107,18 @@ class Outbox:
         return frame
 
     def _frame(self) -> Iterable[w.Report]:
-        size = count = 0
+        frame_bytes = count = 0
         while self._reports and count < _MAX_FRAME_REPORTS:
-            size += self._reports[0].ByteSize()
-            if count and size > _MAX_FRAME_BYTES:
+            frame_bytes += self._reports[0][1]
+            if count and frame_bytes > _MAX_FRAME_BYTES:
                 return
             count += 1
-            yield self._reports.popleft()
+            yield self._pop()
+
+    def _over_bounds(self) -> bool:
+        return len(self._reports) > self._max_kept_reports or self._kept_bytes > self._max_kept_bytes
+
+    def _pop(self) -> w.Report:
+        report, size_bytes = self._reports.popleft()
+        self._kept_bytes -= size_bytes
+        return report
