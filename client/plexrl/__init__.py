@@ -47,6 +47,7 @@ from plexrl.errors import (
 from plexrl.futures import CallFuture
 from plexrl.job import Job
 from plexrl.model import BASE, Affinity, AtLeast, Lora, Model
+from plexrl.replicas import RolloutReplicas
 from plexrl.results import (
     Checkpoint,
     Completions,
@@ -95,6 +96,7 @@ __all__ = [
     "PredecessorFailed",
     "RequestIdReused",
     "ResourceExhausted",
+    "RolloutReplicas",
     "Scores",
     "Session",
     "SessionEnded",

@@ -1,4 +1,4 @@
-"""Runs the same work for several things at once, each in a thread of its own; used by demonstrations and benchmarks.
+"""Runs the same work for several things at once, each in a thread of its own.
 
 Knows threads and nothing of jobs.
 """
