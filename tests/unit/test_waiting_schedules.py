@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from plexrl.waiting.dynamic_programming import best_looks
-from plexrl.waiting.laws import PRESETS, Gamma, Law, LogNormal, Mixture, Never, Part
-from plexrl.waiting.schedules import Costs, expectation, optimal_schedule
+from plexrl.waiting.dynamic_programming import best_schedule
+from plexrl.waiting.laws import PRESETS, Gamma, Histogram, Law, LogNormal, Mixture, Never, Part
+from plexrl.waiting.schedules import Costs, by_recurrence, expectation, optimal_schedule
 
 COSTS = Costs(query=5, delay=1)
 LAWS: dict[str, Part] = {
@@ -27,24 +27,14 @@ LAWS: dict[str, Part] = {
 
 
 def by_dynamic_programming(law: Law, costs: Costs, deadline_s: float, bins: int = 2500) -> float:
-    """Expected cost of the best schedule on a grid with half its points even in probability, half even in time."""
-    finishing = float(law.cdf(deadline_s))
-    even = law.quantile(np.linspace(0, finishing * (1 - 1e-7), bins // 2))
-    edges = np.unique(np.concatenate(([0.0], np.minimum(even, deadline_s), np.linspace(0, deadline_s, bins // 2))))
-    nodes, weights = np.polynomial.legendre.leggauss(8)
-    low, high = edges[:-1], edges[1:]
-    mass = np.diff(law.cdf(edges))
-    at = (low + high)[:, None] / 2 + (high - low)[:, None] / 2 * nodes
-    inner = (law.cdf(at) * weights).sum(1) / 2 * (high - low)  # the integral of F over the bin
-    moment = high * law.cdf(high) - low * law.cdf(low) - inner
-    mean_s = np.where(mass > 1e-300, moment / np.maximum(mass, 1e-300), low)
-    return best_looks(edges, mass, np.clip(mean_s, low, high), costs)[1]
+    """Expected cost of the best schedule on a grid."""
+    return best_schedule(law, costs, deadline_s, bins)[1]
 
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_recurrence_agrees_with_dynamic_programming(name: str) -> None:
     law = LAWS[name]
-    ours = expectation(law, COSTS, optimal_schedule(law, COSTS, 600), 600).cost
+    ours = expectation(law, COSTS, by_recurrence(law, COSTS, 600), 600).cost
     assert ours == pytest.approx(by_dynamic_programming(law, COSTS, 600), rel=3e-3)
 
 
@@ -52,7 +42,7 @@ def test_the_recurrence_agrees_with_dynamic_programming(name: str) -> None:
 def test_it_agrees_for_the_presets_at_prices_in_proportion(name: str) -> None:
     law = PRESETS[name]
     costs, deadline_s = Costs(query=law.mean_s / 6), 20 * law.mean_s
-    ours = expectation(law, costs, optimal_schedule(law, costs, deadline_s), deadline_s).cost
+    ours = expectation(law, costs, by_recurrence(law, costs, deadline_s), deadline_s).cost
     assert ours == pytest.approx(by_dynamic_programming(law, costs, deadline_s), rel=3e-3)
 
 
@@ -66,8 +56,17 @@ def test_it_agrees_for_the_presets_at_prices_in_proportion(name: str) -> None:
 )
 def test_no_other_law_or_price_escapes_it(law: Part, query: float) -> None:
     costs = Costs(query=query)
-    ours = expectation(law, costs, optimal_schedule(law, costs, 600), 600).cost
+    ours = expectation(law, costs, by_recurrence(law, costs, 600), 600).cost
     assert ours <= by_dynamic_programming(law, costs, 600, bins=800) * 1.005 + 1e-3
+
+
+@settings(max_examples=10, deadline=None)
+@given(first=st.floats(1, 30), gap=st.floats(0.5, 100), width=st.floats(0.2, 30), early=st.floats(0.1, 0.9))
+def test_nor_does_a_law_that_never_finishes_in_between(first: float, gap: float, width: float, early: float) -> None:
+    """Two stretches with nothing between them: the recurrence divides by a density of 0 there."""
+    law = Histogram((0.0, first, first + gap, first + gap + width), (early, 0.0, 1.0 - early))
+    ours = expectation(law, COSTS, optimal_schedule(law, COSTS, 600), 600).cost
+    assert ours <= by_dynamic_programming(law, COSTS, 600) * 1.005 + 1e-3
 
 
 @pytest.mark.parametrize(

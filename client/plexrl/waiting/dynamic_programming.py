@@ -1,13 +1,22 @@
 """Inspection schedules by dynamic programming over a grid of times: for any distribution, known or estimated.
 
-Slower and coarser than the recurrence of `schedules`, and sure of its optimum: it checks that one, and plans for
-learners, whose estimates are histograms.
+Coarser than the recurrence of `schedules`, and sure of its optimum: it checks that one, stands in for it where a law
+has no density for a while, and plans for learners, whose estimates are histograms.
 """
+
+from __future__ import annotations  # `schedules` knows this module
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plexrl.waiting.laws import FloatArray
-from plexrl.waiting.schedules import Costs
+from plexrl.waiting.laws import FloatArray, Law
+
+if TYPE_CHECKING:
+    from plexrl.waiting.schedules import Costs
+
+_FINER = 8
+_NEGLIGIBLE = 1e-9
 
 
 def best_looks(edges: FloatArray, mass: FloatArray, mean_s: FloatArray, costs: Costs) -> tuple[FloatArray, float]:
@@ -41,3 +50,37 @@ def best_looks(edges: FloatArray, mass: FloatArray, mean_s: FloatArray, costs: C
         looks.append(edges[at])
         at = int(following[at])
     return np.array(looks, np.float64), float(to_come[0])
+
+
+def best_schedule(law: Law, costs: Costs, deadline_s: float, bins: int, zooms: int = 0) -> tuple[FloatArray, float]:
+    """The cheapest schedule of a law that may finish before the deadline, and its expected cost.
+
+    Half of the grid is even in probability, half even in time; `zooms` times more points are laid around the looks.
+    """
+    finishing = float(law.cdf(deadline_s))
+    even = law.quantile(np.linspace(0, finishing * (1 - 1e-7), bins // 2))
+    edges = np.unique(np.concatenate(([0.0], np.minimum(even, deadline_s), np.linspace(0, deadline_s, bins // 2))))
+    looks, cost = _worth_it(law, *best_looks(edges, *_binned(law, edges), costs))
+    for _ in range(zooms):
+        at = np.searchsorted(edges, looks)
+        around = np.linspace(edges[at - 1], edges[at + 1], 2 * _FINER + 1)
+        edges = np.unique(np.concatenate((edges, around.ravel())))
+        looks, cost = _worth_it(law, *best_looks(edges, *_binned(law, edges), costs))
+    return looks, cost
+
+
+def _worth_it(law: Law, looks: FloatArray, cost: float) -> tuple[FloatArray, float]:
+    """Without what comes after a look that is in vain with no chance: it costs nothing, wherever it is."""
+    return looks[: 1 + int((law.sf(looks) > _NEGLIGIBLE).sum())], cost
+
+
+def _binned(law: Law, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The law's mass and mean between neighbouring edges."""
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    low, high = edges[:-1], edges[1:]
+    mass = np.diff(law.cdf(edges))
+    at = (low + high)[:, None] / 2 + (high - low)[:, None] / 2 * nodes
+    inner = (law.cdf(at) * weights).sum(1) / 2 * (high - low)  # the integral of F over the bin
+    moment = high * law.cdf(high) - low * law.cdf(low) - inner
+    mean_s = np.where(mass > 1e-300, moment / np.maximum(mass, 1e-300), low)
+    return mass, np.clip(mean_s, low, high)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plexrl.waiting.dynamic_programming import best_schedule
 from plexrl.waiting.laws import FloatArray, Law
 
 # Beyond this chance of being still unfinished the recurrence has no digits left, and nothing that it says matters.
@@ -21,6 +22,7 @@ _CANDIDATES = 65
 _ZOOMS = 12
 _MINIMA = 6
 _GROWTH = 1.25
+_BINS = 800
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,23 @@ def expectation(law: Law, costs: Costs, schedule: Sequence[float], deadline_s: f
 
 
 def optimal_schedule(law: Law, costs: Costs, deadline_s: float) -> tuple[float, ...]:
-    """The schedule of least expected cost for a known law (Barlow, Hunter and Proschan 1963).
+    """The schedule of least expected cost for a known law: the recurrence's, or that of dynamic programming if cheaper.
+
+    Where the density is above 0 from the first look to the last the recurrence has the optimum to the last digit, and a
+    grid comes close. A law with a gap between its humps has its best looks at the edges of the gap, which a recurrence
+    that divides by the density cannot find. Raises ValueError for a deadline that is none.
+    """
+    if deadline_s <= 0 or not np.isfinite(deadline_s):
+        raise ValueError(f"deadline_s: want a positive number of seconds, not {deadline_s}")
+    if float(law.cdf(deadline_s)) <= 0:
+        return ()
+    followed = by_recurrence(law, costs, deadline_s)
+    gridded = tuple(best_schedule(law, costs, deadline_s, _BINS, zooms=2)[0].tolist())
+    return min(followed, gridded, key=lambda looks: expectation(law, costs, looks, deadline_s).cost)
+
+
+def by_recurrence(law: Law, costs: Costs, deadline_s: float) -> tuple[float, ...]:
+    """What an optimum with density at every look must be (Barlow, Hunter and Proschan 1963).
 
     At an optimum the derivative by each x_k vanishes, so that each look follows from the two before it:
     x_{k+1} - x_k = (F(x_k) - F(x_{k-1})) / f(x_k) - query / delay. Only x_1 is free. The recurrence is unstable: from
@@ -74,11 +92,7 @@ def optimal_schedule(law: Law, costs: Costs, deadline_s: float) -> tuple[float, 
     on with growing intervals, each is priced as it stands, and the search narrows around the cheapest. A law whose
     density has valleys has a stationary schedule for each of them, so the search begins everywhere.
     """
-    if deadline_s <= 0 or not np.isfinite(deadline_s):
-        raise ValueError(f"deadline_s: want a positive number of seconds, not {deadline_s}")
     mass = float(law.cdf(deadline_s))
-    if mass <= 0:
-        return ()
     best: FloatArray = np.array([deadline_s])
     best_cost = float("inf")
     for first in _brackets(law, costs, mass, deadline_s):
