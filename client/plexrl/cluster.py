@@ -29,9 +29,10 @@ def connect(
 ) -> "Cluster":
     """Connects to a controller ("host:port") and checks that the two understand each other.
 
-    What is not given comes from PLEXRL_ENDPOINT, PLEXRL_TOKEN or PLEXRL_TOKEN_FILE, else from the files that
-    `plexrl up` leaves in the current directory. tls: True for the system's roots, or a CA file; a token is sent in
-    clear text on loopback only. retry_for_s: how long the controller may be away before calls give up.
+    What is not given comes from PLEXRL_ENDPOINT, PLEXRL_TOKEN or PLEXRL_TOKEN_FILE, and PLEXRL_TLS_CA, else from the
+    files that `plexrl up` leaves in the current directory. tls: a CA file, or True (in the variable: `system`) for the
+    system's roots; a token is sent in clear text on loopback only. retry_for_s: how long the controller may be away
+    before calls give up.
 
     Raises ConfigurationError, Unauthenticated, Unavailable, Unsupported.
     """

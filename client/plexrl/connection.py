@@ -7,6 +7,8 @@ import ipaddress
 import logging
 import os
 import random
+import re
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,15 @@ log = logging.getLogger("plexrl")
 
 EMBEDDED_ENDPOINT_FILE = Path(".plexrl/endpoint")
 EMBEDDED_TOKEN_FILE = Path(".plexrl/token")
+SYSTEM_ROOTS = "system"
+"""Value of PLEXRL_TLS_CA and --tls-ca for TLS with the authorities that the system trusts."""
+
+QUIET_S = 5.0
+"""An outage that lasts longer is told, on the log that Python shows unless told otherwise ..."""
+SPEAK_EVERY_S = 60.0
+"""... and from then on so often."""
+
+_TOKEN = re.compile(r"[!-~]+")
 
 Request = TypeVar("Request", contravariant=True)
 Response = TypeVar("Response", covariant=True)
@@ -71,8 +82,13 @@ class Target:
     def __post_init__(self) -> None:
         if self.token and not self.tls and not is_loopback(self.endpoint):
             raise errors.ConfigurationError(
-                f"refusing to send the token to {self.endpoint} in clear text: pass tls=True (system roots) or "
-                "tls=<CA file>; clear text is for loopback only"
+                f"refusing to send the token to {self.endpoint} in clear text: set PLEXRL_TLS_CA to the CA file (or to "
+                "`system` for the system's roots), or pass tls=; clear text is for loopback only"
+            )
+        # gRPC would only say that the metadata is invalid; "Bearer TOKEN" must be one header line of visible ASCII.
+        if self.token and not _TOKEN.fullmatch(self.token):
+            raise errors.ConfigurationError(
+                "the token is not one: want a single word of visible ASCII characters, as `plexrl tokens create` prints"
             )
 
 
@@ -92,8 +108,8 @@ def is_loopback(endpoint: str) -> bool:
 def resolve_target(
     endpoint: str | None, token: str | None, token_file: str | os.PathLike[str] | None, tls: bool | str | Path | None
 ) -> Target:
-    """Fills in what was not given from PLEXRL_ENDPOINT, PLEXRL_TOKEN and PLEXRL_TOKEN_FILE, else from the files that
-    `plexrl up` leaves in the current directory."""
+    """Fills in what was not given from PLEXRL_ENDPOINT, PLEXRL_TOKEN, PLEXRL_TOKEN_FILE and PLEXRL_TLS_CA, else from
+    the files that `plexrl up` leaves in the current directory. The endpoint of those files takes clear text."""
     if token is not None and token_file is not None:
         raise errors.ConfigurationError("both token and token_file are given: give one")
     endpoint = endpoint or os.environ.get("PLEXRL_ENDPOINT")
@@ -114,6 +130,10 @@ def resolve_target(
     # The embedded token belongs to the embedded controller: it goes to a loopback endpoint only.
     if token is None and (embedded or is_loopback(endpoint)):
         token = _read(EMBEDDED_TOKEN_FILE, "token")
+    if tls is None and not embedded:
+        tls = os.environ.get("PLEXRL_TLS_CA") or None
+    if tls == SYSTEM_ROOTS:
+        tls = True
     return Target(endpoint, token, Path(tls) if isinstance(tls, str) else tls)
 
 
@@ -124,6 +144,8 @@ def _read(path: Path, what: str) -> str | None:
         return None
     except OSError as error:
         raise errors.ConfigurationError(f"cannot read the {what} from {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise errors.ConfigurationError(f"{path} is no text, want the {what} in it") from error
     if not text:
         raise errors.ConfigurationError(f"{path} is empty, want the {what} in it")
     return text
@@ -176,18 +198,40 @@ class Connection:
         """Repeats an attempt while the service is unavailable; see `unary`."""
         bound_s = self.retry.bound_s if retry_for_s is None else retry_for_s
         give_up = time.monotonic() + bound_s
-        failures = 0
+        failures, speak_at = 0, time.monotonic() + QUIET_S
         while True:
             try:
                 return attempt()
             except grpc.RpcError as rpc_error:
-                error = errors.from_rpc(rpc_error)
+                error = self._explained(errors.from_rpc(rpc_error))
                 failures += 1
                 delay_s = self.retry.delay_s(failures, error.retry_after_s)
                 if not isinstance(error, errors.Unavailable) or time.monotonic() + delay_s > give_up:
                     raise error from rpc_error
-                log.info("retrying in %.1f s: %s", delay_s, error)
+                if time.monotonic() >= speak_at:
+                    speak_at = time.monotonic() + SPEAK_EVERY_S
+                    log.warning("trying again for %.0f s more: %s", give_up - time.monotonic(), error)
                 time.sleep(delay_s)
+
+    def _explained(self, error: errors.PlexRLError) -> errors.PlexRLError:
+        """What a failed handshake means. TLS that does not fit stays so: it is no outage to wait out."""
+        endpoint, text = self.target.endpoint, str(error)
+        if not isinstance(error, errors.Unavailable):
+            return error
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            authority = "the system's authorities" if self.target.tls is True else f"the CA file {self.target.tls}"
+            why = text.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2].partition(": OK")[0]
+            return errors.ConfigurationError(f"the certificate of {endpoint} does not hold before {authority}: {why}")
+        if "Hostname Verification Check failed" in text:
+            return errors.ConfigurationError(
+                f"the certificate of {endpoint} is for other names: connect by a name that is in it, or have one made"
+            )
+        if "WRONG_VERSION_NUMBER" in text:
+            return errors.ConfigurationError(f"{endpoint} does not speak TLS: leave tls= (PLEXRL_TLS_CA, --tls-ca) out")
+        if not self.target.tls and "Socket closed" in text:
+            hint = f"{text}; where it wants TLS, pass tls= or set PLEXRL_TLS_CA"
+            return errors.Unavailable(hint, reason=error.reason, retry_after_s=error.retry_after_s)
+        return error
 
     def close(self) -> None:
         """Closes the channel; rpcs in flight end as cancelled."""
@@ -198,6 +242,11 @@ def _credentials(tls: bool | Path) -> grpc.ChannelCredentials:
     if isinstance(tls, bool):
         return grpc.ssl_channel_credentials()
     try:
-        return grpc.ssl_channel_credentials(root_certificates=tls.read_bytes())
+        authorities = tls.read_bytes()
     except OSError as error:
         raise errors.ConfigurationError(f"cannot read the CA file {tls}: {error.strerror}") from error
+    try:
+        ssl.create_default_context(cadata=authorities.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise errors.ConfigurationError(f"the CA file {tls} holds no certificate: want PEM") from error
+    return grpc.ssl_channel_credentials(root_certificates=authorities)

@@ -231,12 +231,12 @@ _BY_CODE: Mapping[int, type[PlexRLError]] = {
     code_pb2.UNAVAILABLE: Unavailable,
 }
 
-# What to do, for errors that the transport makes and that come without a sentence of the server's.
+# What to do, where the server's sentence does not know the client's side of it.
 _ADVICE: Mapping[type[PlexRLError], str] = {
     Unauthenticated: "set PLEXRL_TOKEN or PLEXRL_TOKEN_FILE, or pass token= to plexrl.connect",
     PermissionDenied: "use a token of a role that may, or ask an operator for one",
-    Unavailable: "check the endpoint and that the controller runs (`plexrl up` starts one here)",
 }
+_UNREACHED = "check the endpoint and that the controller runs (`plexrl up` starts one here)"
 
 
 def from_info(info: ErrorInfo) -> PlexRLError:
@@ -273,4 +273,8 @@ def from_rpc(error: grpc.RpcError) -> PlexRLError:
     code: int = error.code().value[0]
     name = code_pb2.Code.Name(code)
     kind = _BY_CODE.get(code, PlexRLError)
-    return from_info(ErrorInfo(code, name if kind is not Unavailable else "UNAVAILABLE", error.details() or name))
+    text = error.details() or name
+    if kind is Unavailable:
+        # The transport made it: what a controller refuses for now comes with an ErrorInfo.
+        return Unavailable(f"{text} ({_UNREACHED})", reason="UNAVAILABLE")
+    return from_info(ErrorInfo(code, name, text))

@@ -110,6 +110,24 @@ def test_errors_are_one_line_and_exit_1(
     assert error.count("\n") == 1
 
 
+def test_a_file_that_cannot_be_written_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("folder").mkdir()
+    assert main(["timeline", "-o", "folder"]) == 1
+    assert capsys.readouterr().err == "plexrl: folder: Is a directory\n"
+
+
+def test_tables_lose_nothing_where_there_is_little_room(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["jobs"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert {"JOB", "NAME", "CALLS", "BUSY", "MESSAGE"} <= set(header.split())
+    assert {row.split()[0] for row in rows} == set(work)
+    assert main(["calls"]) == 0
+    assert capsys.readouterr().out.count("optim_step") == 3
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["timeline"], ["tokens"]])
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -68,7 +68,7 @@ class FakeController:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> "FakeController":
+    def start(self, credentials: grpc.ServerCredentials | None = None) -> "FakeController":
         server = grpc.server(ThreadPoolExecutor(32), interceptors=[Authentication(self)], options=CHANNEL_OPTIONS)
         job_pb2_grpc.add_JobServiceServicer_to_server(Jobs(self), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(Models(self), server)  # type: ignore[abstract]
@@ -76,7 +76,11 @@ class FakeController:
         payload_pb2_grpc.add_PayloadServiceServicer_to_server(Payloads(self), server)  # type: ignore[abstract]
         session_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(Admin(self), server)  # type: ignore[abstract]
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if credentials is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, credentials)
         server.start()
         self._server = server
         return self

@@ -41,6 +41,33 @@ def test_two_tokens_are_one_too_many() -> None:
         resolve_target("127.0.0.1:1", "a", "b", None)
 
 
+@pytest.mark.parametrize("token", ["two words", "line\nline", "tökén"])
+def test_what_cannot_be_a_token_is_refused_before_it_is_sent(token: str) -> None:
+    with pytest.raises(plexrl.ConfigurationError, match="single word"):
+        Target("127.0.0.1:1", token)
+
+
+def test_a_token_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    with pytest.raises(plexrl.ConfigurationError, match="token is no text"):
+        resolve_target("127.0.0.1:1", None, tmp_path / "token", None)
+
+
+def test_the_authority_of_the_environment_is_not_for_the_embedded_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PLEXRL_ENDPOINT", raising=False)
+    monkeypatch.setenv("PLEXRL_TLS_CA", "ca.pem")
+    Path(".plexrl").mkdir()
+    Path(".plexrl/endpoint").write_text("127.0.0.1:1")
+    assert resolve_target(None, "secret", None, None).tls is None
+    assert resolve_target("127.0.0.1:1", "secret", None, None).tls == Path("ca.pem")
+    assert resolve_target("127.0.0.1:1", "secret", None, "other.pem").tls == Path("other.pem")
+    monkeypatch.setenv("PLEXRL_TLS_CA", "system")
+    assert resolve_target("127.0.0.1:1", "secret", None, None).tls is True
+
+
 @given(st.integers(1, 200), st.one_of(st.none(), st.floats(0, 60)))
 def test_delays_grow_to_a_bound_and_honour_hints(failures: int, hint_s: float | None) -> None:
     retry = Retry(first_s=0.1, most_s=5.0)

@@ -45,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (a pager, head) has seen enough; without this Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        # A file that the command line named; anything else is a defect and wants its traceback.
+        if error.filename is None:
+            raise
+        print(f"plexrl: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return FAILED
     return status
 
 

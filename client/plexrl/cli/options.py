@@ -24,14 +24,22 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # Commands answer or say why not soon; a person waits.
 RETRY_FOR_S = 10.0
+# More than any table has.
+TABLE_WIDTH = 10_000
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """--endpoint, --token-file, --tls-ca."""
     group = parser.add_argument_group("connection")
     group.add_argument("--endpoint", metavar="HOST:PORT", help="the controller (default: PLEXRL_ENDPOINT, .plexrl/)")
-    group.add_argument("--token-file", metavar="FILE", help="file with the token (default: PLEXRL_TOKEN, .plexrl/)")
-    group.add_argument("--tls-ca", metavar="FILE", help="CA file; needed beyond loopback")
+    group.add_argument(
+        "--token-file", metavar="FILE", help="file with the token (default: PLEXRL_TOKEN, PLEXRL_TOKEN_FILE, .plexrl/)"
+    )
+    group.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="CA file, or `system` for the system's roots; needed beyond loopback (default: PLEXRL_TLS_CA)",
+    )
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -63,17 +71,17 @@ def show_json(messages: Sequence[Message]) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
-    """Prints a table; columns that end in "|" hold numbers. `empty` is said when there are no rows."""
-    console = Console()
+    """Prints a table; columns that end in "|" hold numbers. `empty` is said when there are no rows.
+
+    As wide as it is: a terminal wraps it, and nothing of an id or a number is lost where it is piped.
+    """
+    console = Console(width=TABLE_WIDTH)
     if not rows:
         console.print(empty)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        numeric = column.endswith("|")
-        table.add_column(
-            column.rstrip("|"), justify="right" if numeric else "left", no_wrap=not numeric, overflow="fold"
-        )
+        table.add_column(column.rstrip("|"), justify="right" if column.endswith("|") else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)
