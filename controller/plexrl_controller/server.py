@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,18 @@ async def serve(settings: ServeSettings) -> int:
 
 
 async def _lead(settings: ServeSettings, store: Store) -> int:
+    # All that can be wrong with this start comes before it takes the lead from a controller that is all right.
+    worker_token = read_secret(settings.worker_token_file)
+    admin_token = read_secret(settings.bootstrap_token_file) if settings.bootstrap_token_file is not None else None
+    payloads = await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes)
+    _check_port(settings.listen)
     term = await store.acquire_term(f"{socket.gethostname()}:{os.getpid()}")
     writer = GroupWriter(store, term)
-    worker_token = read_secret(settings.worker_token_file)
     transport = GrpcTransport(term, worker_token, _channel_credentials(settings))
     core = Core(
         store=store,
         writer=writer,
-        payloads=await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes),
+        payloads=payloads,
         transport=transport,
         clock=WallClock(),
         term=term,
@@ -94,7 +99,7 @@ async def _lead(settings: ServeSettings, store: Store) -> int:
     core.ledger.tenant_accounts.default_quota = settings.tenant_quota
     dispatcher = Dispatcher(core, settings.history_s)
     transport.handler = dispatcher
-    await _ensure_tokens(store, writer, settings, worker_token)
+    await ensure_tokens(store, writer, worker_token, admin_token)
     await dispatcher.start()
     server, health_service = build_server(core, transport)
     port = _listen(server, settings)
@@ -163,20 +168,45 @@ async def _until_stopped(dispatcher: Dispatcher, writer: GroupWriter) -> int:
     return code
 
 
-async def _ensure_tokens(store: Store, writer: GroupWriter, settings: ServeSettings, worker_token: str) -> None:
-    """Makes the tokens of the files known; the files are the operator's way in."""
+async def ensure_tokens(store: Store, writer: GroupWriter, worker_token: str, admin_token: str | None) -> None:
+    """Makes the tokens of the files known, and revokes those that the files held before: the files are the operator's
+    way in, and a new file shuts the old way. Raises ValueError for a token that was revoked.
+    """
     wanted: list[tuple[str, str, Role, Tenant | None]] = [(token_sha256(worker_token), "worker", Role.WORKER, None)]
-    if settings.bootstrap_token_file is not None:
-        secret = read_secret(settings.bootstrap_token_file)
-        wanted.append((token_sha256(secret), "bootstrap", Role.ADMIN, DEFAULT_TENANT))
-    known = {token.token_sha256 for token in (await store.load()).tokens}
-    missing = [
-        Token(TokenId(sha256[:32]), sha256, f"{label}-{sha256[:8]}", role, tenant)
-        for sha256, label, role, tenant in wanted
-        if sha256 not in known
+    if admin_token is not None:
+        wanted.append((token_sha256(admin_token), "bootstrap", Role.ADMIN, DEFAULT_TENANT))
+    known = {token.token_sha256: token for token in (await store.load()).tokens}
+    missing, files = [], {sha256 for sha256, *_ in wanted}
+    for sha256, label, role, tenant in wanted:
+        if sha256 not in known:
+            missing.append(Token(TokenId(sha256[:32]), sha256, f"{label}-{sha256[:8]}", role, tenant))
+        elif known[sha256].revoked:
+            raise ValueError(f"the {label} token of the file was revoked: write a new one into it")
+    # Of a file's token the id is made of its content; those that an admin makes have ids of their own.
+    replaced = [
+        replace(token, revoked=True, revision=token.revision + 1)
+        for sha256, token in known.items()
+        if token.token_id == sha256[:32] and sha256 not in files and not token.revoked
     ]
-    if missing:
-        await writer.commit(Changes(inserts=tuple(missing)))
+    if missing or replaced:
+        await writer.commit(Changes(inserts=tuple(missing), updates=tuple(replaced)))
+    for token in replaced:
+        _log.info("replaced_token_revoked", token=token.token_id, label=token.label)
+
+
+def _check_port(listen: str) -> None:
+    """Raises OSError with the reason, which gRPC does not give."""
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: a connection of an earlier life that lingers is no server.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"--listen {listen}: cannot be bound: {error.strerror}") from error
 
 
 def _listen(server: grpc.aio.Server, settings: ServeSettings) -> int:

@@ -1,8 +1,10 @@
 """The controller's settings: flags, each also a PLEXRL_CONTROLLER_* variable, read once, here."""
 
 import argparse
+import logging
 import math
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,12 +86,18 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     """Checks parsed flags. Raises ValueError with a plain sentence."""
     if args.policy not in POLICIES:
         raise ValueError(f"--policy {args.policy}: want one of {', '.join(POLICIES)}")
-    host = args.listen.rpartition(":")[0].strip("[]")
+    host, colon, port = args.listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen {args.listen}: want HOST:PORT")
+    host = host.strip("[]")
+    if args.log_level.upper() not in logging.getLevelNamesMapping():
+        raise ValueError(f"--log-level {args.log_level}: want debug, info, warning or error")
     check_payload_url(args.payload_url, args.s3_endpoint)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ValueError("--tls-cert and --tls-key go together")
     if host not in ("127.0.0.1", "localhost", "::1") and not args.tls_cert:
         raise ValueError(f"--listen {args.listen}: beyond loopback the server needs --tls-cert and --tls-key")
+    _check_tls(_path(args.tls_cert), _path(args.tls_key), _path(args.tls_ca))
     policy, chunk_s = POLICIES[args.policy], _number(args.chunk_s, "--chunk-s", 0.1)
     return ServeSettings(
         listen=args.listen,
@@ -117,10 +125,13 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
 
 
 def read_secret(path: Path) -> str:
-    """A token from its file. Raises ValueError when it is empty."""
-    secret = path.read_text().strip()
-    if len(secret) < 16:
-        raise ValueError(f"{path}: a token needs at least 16 characters")
+    """A token from its file. Raises ValueError when it is none."""
+    try:
+        secret = path.read_text(encoding="ascii").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a token is of ASCII characters") from error
+    if len(secret) < 16 or len(secret.split()) > 1:
+        raise ValueError(f"{path}: a token is one word of at least 16 characters")
     return secret
 
 
@@ -128,6 +139,24 @@ def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str,
     """Declares the flag of `migrate`."""
     url = environ.get(_PREFIX + "DATABASE_URL")
     parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
+
+
+def _check_tls(certificate: Path | None, key: Path | None, authorities: Path | None) -> None:
+    """gRPC would say of any of this that it cannot bind the port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if certificate is not None and key is not None:
+        try:
+            # With a password at hand OpenSSL does not ask the terminal for one.
+            context.load_cert_chain(certificate, key, password="")
+        except OSError as error:
+            raise ValueError(
+                f"--tls-cert {certificate}, --tls-key {key}: want a PEM certificate and its key: {error}"
+            ) from error
+    if authorities is not None:
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as error:
+            raise ValueError(f"--tls-ca {authorities}: want PEM certificates: {error}") from error
 
 
 def _quota(device_hours: str | None) -> Quota | None:

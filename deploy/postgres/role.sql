@@ -1,5 +1,6 @@
 -- The role and the database of a PlexRL controller. Run as a superuser, as often as you like:
---   psql --variable password="$(cat /etc/plexrl/database-password)" --file deploy/postgres/role.sql
+--   { echo "\set password $(cat /etc/plexrl/database-password)"; cat deploy/postgres/role.sql; } | su postgres -c psql
+-- so that the password stands on no command line.
 \set ON_ERROR_STOP on
 
 SELECT 'CREATE ROLE plexrl LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION'

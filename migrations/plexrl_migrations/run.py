@@ -31,7 +31,7 @@ async def upgrade(url: str, revision: str = "head") -> None:
     """
 
     def migrate(connection: Connection) -> None:
-        _check_known(connection)
+        _check_known(_current(connection))
         command.upgrade(_config(connection), revision)
 
     await _run_locked(url, migrate)
@@ -58,6 +58,7 @@ async def require_head(url: str) -> None:
     """Raises SchemaMismatch, which says what to do, unless the database has this version's schema."""
     found = await current(url)
     if found != head():
+        _check_known(found)
         raise SchemaMismatch(
             f"the database's schema is {found or 'empty'}, this version works with {head()}: "
             "run `python -m plexrl_controller migrate`, or start a version that matches"
@@ -86,8 +87,7 @@ def _current(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def _check_known(connection: Connection) -> None:
-    found = _current(connection)
+def _check_known(found: str | None) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions()}
     if found is not None and found not in known:
         raise SchemaMismatch(

@@ -12,7 +12,9 @@ import pytest
 from plexrl_controller.embedded.postgres import EmbeddedPostgres
 from plexrl_controller.embedded.process import EmbeddedError
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+GUIDE = DEPLOY / "README.md"
 INSTALLED_PYTHON = "/opt/plexrl/bin/python"
 # The exposure that systemd computes, in tenths; a worker needs GPU devices and writable, executable memory.
 MOST_EXPOSED = {"plexrl-controller.service": 15, "plexrl-worker@0.service": 20}
@@ -36,7 +38,7 @@ def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def run(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
 
 
 @needs_systemd
@@ -95,13 +97,21 @@ class TestSystemFiles:
         assert (root / "var/lib/plexrl").stat().st_uid == int(user[2])
 
 
-def test_the_role_script_runs_twice_and_makes_a_database_of_its_own(tmp_path: Path) -> None:
+def test_the_role_script_runs_twice_as_the_guide_says_and_makes_a_database_of_its_own(tmp_path: Path) -> None:
+    command = re.search(r"^(\{ echo .*role\.sql; \}) \| su postgres -c '(psql .*)'$", GUIDE.read_text(), re.MULTILINE)
+    assert command is not None
+    (tmp_path / "password").write_text("0123abcd\n")
+    told = run("sh", "-c", command[1].replace("/etc/plexrl/database-password", str(tmp_path / "password")))
+    assert told.stdout.startswith("\\set password 0123abcd\n"), told.stderr
     with EmbeddedPostgres(tmp_path / "postgres", fsync=False) as postgres:
         # The embedded superuser is called plexrl too, so here the script makes another name.
         script = tmp_path / "role.sql"
-        script.write_text((DEPLOY / "postgres" / "role.sql").read_text().replace("plexrl", "plexrl_service"))
+        script.write_text(told.stdout.replace("plexrl", "plexrl_service"))
         for _ in range(2):
-            postgres.psql("--variable", "password=it's a secret", "--file", str(script))
+            postgres.psql(*command[2].split()[1:], "--file", str(script))
+        assert (
+            postgres.execute("SELECT rolpassword LIKE 'SCRAM-%' FROM pg_authid WHERE rolname = 'plexrl_service'") == "t"
+        )
         assert postgres.execute("SELECT rolsuper FROM pg_roles WHERE rolname = 'plexrl_service'") == "f"
         assert postgres.psql("--command", "CREATE TABLE t ()", database="plexrl_service", user="plexrl_service") == ""
         postgres.execute("CREATE ROLE stranger LOGIN")

@@ -34,6 +34,10 @@ def main() -> int:
     except SettingsError as error:
         sys.stderr.write(f"plexrl_worker: {error.message}\n")
         return 2
+    except PermissionError as error:
+        # A directory of another user's, most often; the traceback would say no more.
+        sys.stderr.write(f"plexrl_worker: {error.filename}: {error.strerror}: see --state-dir and --checkpoint-dir\n")
+        return 2
     return 0
 
 

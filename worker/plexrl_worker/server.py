@@ -78,7 +78,9 @@ class WorkerServer:
     def __init__(self, settings: WorkerSettings, service: WorkerService, weights: WeightService) -> None:
         self.health = health.aio.HealthServicer()
         interceptors = (TokenInterceptor(settings.token), ErrorInterceptor())
-        self._server = aio.server(interceptors=interceptors, options=wire.SERVER_OPTIONS)
+        # With SO_REUSEPORT a second daemon on a taken port would get every other connection of the first.
+        options = (*wire.SERVER_OPTIONS, ("grpc.so_reuseport", 0))
+        self._server = aio.server(interceptors=interceptors, options=options)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         worker_pb2_grpc.add_WeightServiceServicer_to_server(weights, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -90,7 +92,9 @@ class WorkerServer:
             else:
                 port = self._server.add_secure_port(settings.listen, server_credentials(settings.tls))
         except RuntimeError as error:
-            raise SettingsError(f"--listen {settings.listen}: cannot be bound: {error}") from error
+            raise SettingsError(
+                f"--listen {settings.listen}: cannot be bound: the port is taken, or the address is not this machine's"
+            ) from error
         self.address = settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
 
     async def start(self) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import socket
+import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from plexrl_worker.errors import SettingsError
 
+ENGINES = ("vllm", "fake")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ENVIRONMENT_PREFIX = "PLEXRL_WORKER_"
 _BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -74,6 +76,11 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         raise SettingsError(
             f"--listen {options.listen} has no address that the controller could call: give --advertise HOST:PORT"
         )
+    if options.advertise:
+        _host(options.advertise, "--advertise")
+    # argparse holds a flag to its choices, and lets a default, which is what a variable makes, be anything.
+    if options.engine not in ENGINES:
+        raise SettingsError(f"--engine {options.engine!r}: want {' or '.join(ENGINES)}")
     if not NAME_PATTERN.fullmatch(options.name):
         raise SettingsError(f"--name {options.name!r}: want 1-64 characters of [A-Za-z0-9._-]")
     if options.device != "cpu" and not re.fullmatch(r"cuda:\d+", options.device):
@@ -168,7 +175,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--checkpoint-dir", "", "where checkpoints are committed (default: STATE_DIR/checkpoints)", metavar="DIR")
     add("--snapshot-bytes", "100G", "automatic snapshots that CHECKPOINT_DIR may hold, of all workers", metavar="BYTES")
     add("--catalogue-file", "", 'TOML file of NAME = "DIRECTORY": the model bases that jobs may name', metavar="FILE")
-    add("--engine", "vllm", "vllm, or fake: no model at all, for tests of the cluster", choices=("vllm", "fake"))
+    add("--engine", "vllm", "vllm, or fake: no model at all, for tests of the cluster", choices=ENGINES)
     add("--engine-start-timeout-s", "300", "longest start of an engine", type=float, metavar="SECONDS")
     add("--hang-timeout-s", "300", "an engine without progress for this long is killed", type=float, metavar="SECONDS")
     add("--stop-grace-s", "20", "longest wait of SIGTERM for running steps and parking", type=float, metavar="SECONDS")
@@ -203,6 +210,18 @@ def _tls_files(options: argparse.Namespace) -> TlsFiles | None:
     for flag, value in names.items():
         if not Path(value).is_file():
             raise SettingsError(f"{flag} {value}: no such file")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # With a password at hand OpenSSL does not ask the terminal for one.
+        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
+    except OSError as error:
+        raise SettingsError(
+            f"--tls-cert {options.tls_cert}, --tls-key {options.tls_key}: want a PEM certificate and its key: {error}"
+        ) from error
+    try:
+        context.load_verify_locations(options.tls_ca)
+    except OSError as error:
+        raise SettingsError(f"--tls-ca {options.tls_ca}: want PEM certificates: {error}") from error
     return TlsFiles(Path(options.tls_cert), Path(options.tls_key), Path(options.tls_ca))
 
 
