@@ -124,7 +124,7 @@ plexbench-docs: $(INSTALLED) ## the same, and docs/plexbench.md written again
 	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size ci --out out/plexbench --docs docs/plexbench.md
 
 .PHONY: plexbench-full
-plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (an hour)
+plexbench-full: $(INSTALLED) ## every load and all scales up to 10,000 GPUs (half an hour)
 	@$(BIN)/python -m plexrl_controller.simulation.plexbench --size full --out out/plexbench --docs docs/plexbench-full.md
 
 .PHONY: live-vs-simulated

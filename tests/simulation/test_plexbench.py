@@ -17,7 +17,7 @@ MINIATURE = Size(
     reps=1,
     group_iterations=6,
     exact_iterations=2,
-    traces=(Trace(64, 1.2, 2.5 * 3600.0, 5.0),),
+    traces=(Trace(64, 1.2, 2.5 * 3600.0, 5.0), Trace(64, 1.2, 3 * 3600.0, 5.0)),
     ablation=Trace(64, 1.2, 2.5 * 3600.0, 5.0),
     scales=((8, 1.0, False),),
 )
@@ -47,6 +47,14 @@ def test_a_miniature_run_has_every_table_column_and_picture(tmp_path: Path, monk
     for picture in (tmp_path / "pictures").iterdir():
         assert f"(pictures/{picture.name})" in page
     assert page.count("(pictures/") == 4
+    # Traces that differ in their length alone are not mixed: what the bars say is of the first.
+    assert page.count("**64 GPUs, load 1.2, 2.5 hours, ") == page.count("**64 GPUs, load 1.2, 3 hours, ") == 2
+    first = [row for row in report["tables"]["T1"] if row["hours"] == 2.5]
+    assert len({row["policy"] for row in first}) == len(first) == len(report["tables"]["T1"]) / 2
+    least = min(row["completion"] for row in first if row["policy"].startswith("B9"))
+    (bar,) = [c for c in report["checks"] if c["name"].startswith("T1: completion of the trace at most .9")]
+    ours = next(row["completion"] for row in first if row["policy"] == "B10")
+    assert bar["value"]["ratio"] == ours / least
     assert shown
 
 

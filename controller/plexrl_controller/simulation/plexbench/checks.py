@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plexrl_controller.simulation.plexbench.rows import Row
+from plexrl_controller.simulation.plexbench.rows import Row, first_part
+from plexrl_controller.simulation.plexbench.traces import TRACE_KEYS
 
 SHARING = ("B4", "B5", "B6", "B7", "B9-pack", "B9-spread", "B9-backfill")
 Tables = Mapping[str, Sequence[Row]]
@@ -121,8 +122,7 @@ def _cluster(rows: Sequence[Row]) -> list[Check]:
 
 def _first_trace(rows: Sequence[Row]) -> list[Row]:
     """Rows of the trace that the bars are about: 512 GPUs, load 1.2."""
-    first = (rows[0]["gpus"], rows[0]["load"], rows[0]["mean_iterations"])
-    return [row for row in rows if (row["gpus"], row["load"], row["mean_iterations"]) == first]
+    return first_part(rows, TRACE_KEYS)
 
 
 def _frontier(rows: Sequence[Row], margins: Sequence[Row]) -> Check:

@@ -5,27 +5,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plexrl_controller.simulation.plexbench.rows import Row
+from plexrl_controller.simulation.plexbench.rows import Row, first_part
+from plexrl_controller.simulation.plexbench.traces import TRACE_KEYS
 
 OURS, OTHERS, GREY = "#2a78b5", "#e07b39", "#777777"
 COLOURS = (OURS, "#4d9a51", OTHERS, "#9467bd")
 SIZE, DPI = (7.5, 4.2), 110
 
 
-def draw(tables: Mapping[str, Sequence[Row]], folder: Path) -> dict[str, str]:
-    """Draws every picture; file names by table."""
+def draw(tables: Mapping[str, Sequence[Row]], folder: Path, prefix: str) -> dict[str, str]:
+    """Draws every picture, into files whose names begin with `prefix`; the names by table."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     drawn = {}
-    for table, (name, picture) in {
-        "T1": ("plexbench-policies.png", _policies),
-        "T2": ("plexbench-shared-training.png", _shared_training),
-        "T4": ("plexbench-swaps.png", _swaps),
-        "T5b": ("plexbench-decisions.png", _decisions),
+    for table, (subject, picture) in {
+        "T1": ("policies", _policies),
+        "T2": ("shared-training", _shared_training),
+        "T4": ("swaps", _swaps),
+        "T5b": ("decisions", _decisions),
     }.items():
+        name = f"{prefix}-{subject}.png"
         figure, axis = plt.subplots(figsize=SIZE, layout="constrained")
         picture(axis, tables[table])
         for side in ("top", "right"):
@@ -39,14 +41,7 @@ def draw(tables: Mapping[str, Sequence[Row]], folder: Path) -> dict[str, str]:
 
 def _policies(axis: Any, rows: Sequence[Row]) -> None:
     """Saving against the share of jobs within 1.3; up and to the right is better."""
-    first = rows[0]
-    for row in rows:
-        if (row["gpus"], row["load"], row["mean_iterations"]) != (
-            first["gpus"],
-            first["load"],
-            first["mean_iterations"],
-        ):
-            continue
+    for row in first_part(rows, TRACE_KEYS):
         ours = row["policy"].startswith("B10")
         x, y = 100 * row["slo_jobs"], 100 * row["fleet_saving"]
         half_x, half_y = (100 * row[f"{name}_ci95"] for name in ("slo_jobs", "fleet_saving"))

@@ -122,7 +122,7 @@ def write_markdown(report: dict[str, Any], path: Path, command: str) -> None:
     tables, seed = report["tables"], report["seed"]
     pictures = path.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    drawn = draw(tables, pictures)
+    drawn = draw(tables, pictures, path.stem)
     lines = [
         "# plexbench",
         "",
@@ -154,7 +154,10 @@ def _parts(name: str, rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
         return [("", list(rows))]
     parts: dict[str, list[Row]] = {}
     for row in rows:
-        heading = f"{row['gpus']} GPUs, load {row['load']}, {row['mean_iterations']:g} iterations a job"
+        heading = (
+            f"{row['gpus']} GPUs, load {row['load']}, {row['hours']:g} hours, "
+            f"{row['mean_iterations']:g} iterations a job"
+        )
         parts.setdefault(heading, []).append(row)
     return list(parts.items())
 

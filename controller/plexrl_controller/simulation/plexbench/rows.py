@@ -40,6 +40,11 @@ def summarise(keys: Mapping[str, Any], repetitions: Sequence[Mapping[str, float]
     return row
 
 
+def first_part(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """The rows that have these keys from the first row."""
+    return [row for row in rows if all(row[key] == rows[0][key] for key in keys)]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One simulation: a module-level function and its plain arguments."""

@@ -41,9 +41,9 @@ FULL = Size(
     group_iterations=150,
     exact_iterations=30,
     traces=(
+        Trace(512, 1.2, 24 * HOUR_S, 30.0),
         Trace(512, 1.2, 8 * HOUR_S, 30.0),
         Trace(512, 0.8, 24 * HOUR_S, 30.0),
-        Trace(512, 1.2, 24 * HOUR_S, 30.0),
         Trace(512, 2.0, 24 * HOUR_S, 30.0),
         Trace(512, 1.2, 24 * HOUR_S, 300.0, complete=False),
         Trace(2048, 1.2, 8 * HOUR_S, 30.0),

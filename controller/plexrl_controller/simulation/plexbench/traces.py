@@ -38,6 +38,9 @@ class Trace:
     """Run until the last job has ended; otherwise until the window's end."""
 
 
+TRACE_KEYS = ("gpus", "load", "hours", "mean_iterations")
+"""What tells the traces of T1 apart, in its rows."""
+
 CI_TRACE = Trace(512, 1.2, 8 * 3600.0, 30.0)
 
 
@@ -103,6 +106,7 @@ def table_1(traces: list[Trace], reps: int, runner: Runner) -> list[Row]:
                 "what": TITLES[name],
                 "gpus": trace.gpus,
                 "load": trace.load,
+                "hours": trace.window_s / 3600.0,
                 "mean_iterations": trace.mean_iterations,
             }
             tasks.append((keys, [Task(run_trace, (trace, rep, name)) for rep in range(reps)]))
