@@ -81,7 +81,8 @@ class RolloutReplicas:
         """`model.pull_weights(policy)` on all replicas at once; returns the policy's version that all of them hold.
 
         Raises what a pull ended with, once all have ended, and FailedPrecondition when the policy was synced between
-        two of them, so that they differ: pull again.
+        two of them, so that they differ: pull again. After a pull that did not succeed `resume()` its model first,
+        unless it said StateLost, which the next pull mends.
         """
         with self._changing():
             self._versions = None
