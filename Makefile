@@ -112,7 +112,7 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: faults
-faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (50 minutes; POINTS=session CELLS=0:15: some alone)
+faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (70 minutes; POINTS=session CELLS=0:15: some alone)
 	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) PLEXRL_FAULT_CELLS=$(or $(CELLS),:) PLEXRL_FAULT_POINTS="$(POINTS)" $(BIN)/python -m pytest -q -s -m fault tests/fault
 
 .PHONY: bench-decisions
