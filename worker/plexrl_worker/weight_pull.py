@@ -21,7 +21,8 @@ from plexrl_worker.arena import HostImage
 from plexrl_worker.deployment import Deployment
 from plexrl_worker.engine import errors as engine_errors
 from plexrl_worker.engine import port
-from plexrl_worker.engine.client import EngineProcess, ProgressListener
+from plexrl_worker.engine.call import ProgressListener
+from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.port import Component
 from plexrl_worker.errors import (
     ConditionsDiffer,
