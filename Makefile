@@ -95,6 +95,10 @@ proto: $(INSTALLED) ## write client/plexrl/v1 from protos/ again
 kills: $(INSTALLED) ## kill -9 the worker 20 times under one training run on the real engine; what each cost (15 minutes)
 	@PLEXRL_KILLS=$${PLEXRL_KILLS:-20} $(BIN)/python -m pytest -q -s -m long --timeout 3600 tests/e2e/test_replay.py
 
+.PHONY: bench-tails
+bench-tails: $(INSTALLED) ## what consolidated tails give two jobs on two workers with the real engine (5 minutes)
+	@$(BIN)/python -m benchmarks.tails --out out/bench-tails
+
 .PHONY: bench-snapshots
 bench-snapshots: $(INSTALLED) ## what snapshots of a 25M-parameter model every 30 s cost a training run (15 minutes)
 	@$(BIN)/python -m benchmarks.snapshots --out out/bench-snapshots
@@ -108,7 +112,7 @@ load: $(INSTALLED) ## 2,000 calls in flight with twenty 64 MB payloads among the
 	@PLEXRL_LOAD_LARGE_CALLS=20 $(BIN)/python -m pytest -q -s -o timeout=900 tests/fault/test_load.py
 
 .PHONY: faults
-faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (50 minutes; POINTS=session CELLS=0:15: some alone)
+faults: $(INSTALLED) ## kill -9 of every part at every named point, and KILLS=10 times at random; what each cost (70 minutes; POINTS=session CELLS=0:15: some alone)
 	@PLEXRL_FAULT_KILLS=$(or $(KILLS),10) PLEXRL_FAULT_CELLS=$(or $(CELLS),:) PLEXRL_FAULT_POINTS="$(POINTS)" $(BIN)/python -m pytest -q -s -m fault tests/fault
 
 .PHONY: bench-decisions

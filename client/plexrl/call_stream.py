@@ -249,6 +249,8 @@ class CallStream:
                 error: errors.PlexRLError = errors.Unavailable("the controller closed the call stream")
             except grpc.RpcError as rpc_error:
                 error = errors.from_rpc(rpc_error)
+            except errors.ConfigurationError as closed:
+                error = closed
             if self._ended is not None:
                 return
             now = time.monotonic()
@@ -275,7 +277,11 @@ class CallStream:
             self._hello_due = True
             self._outbox.extend(tracked for tracked in self._calls.values() if tracked.submit is not None)
             self._changed.notify_all()
-            rpc = self.connection.calls.Connect(self._frames(generation), metadata=self.connection.metadata)
+            try:
+                rpc = self.connection.calls.Connect(self._frames(generation), metadata=self.connection.metadata)
+            except ValueError as error:
+                # gRPC's word for a channel that was closed.
+                raise errors.ConfigurationError("this process has closed its connection to the controller") from error
             self._rpc = rpc
         return rpc
 

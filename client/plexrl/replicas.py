@@ -41,21 +41,28 @@ class RolloutReplicas:
 
     Prompts are spread evenly. A replica's part is over when no more than `leave` of its responses are unfinished; those
     go on at the first `tail` replicas, together with what these have themselves, and the workers of the others are free
-    for other jobs while long responses end. leave=0: every part runs to its end where it began.
+    for other jobs while long responses end. leave=0: every part runs to its end where it began. tail_only: the tail
+    replicas have no part, and take nothing but what others left. So do jobs that share their rollout workers: the part
+    of one that had to wait for the other's tail would hold the whole rollout up.
 
     Safe to use from many threads; a pull waits for the rollouts that are under way, and rollouts for the pull.
     """
 
-    def __init__(self, models: Sequence[Model], *, tail: int = 1, leave: float = 0.2) -> None:
+    def __init__(self, models: Sequence[Model], *, tail: int = 1, leave: float = 0.2, tail_only: bool = False) -> None:
         if not models or len({model.model_id for model in models}) < len(models):
             raise errors.InvalidArgument(f"models: {[m.name for m in models]}, want one or more, each once")
         if not 1 <= tail <= len(models):
             raise errors.InvalidArgument(f"tail: {tail}, want 1 to {len(models)}, the number of models")
+        if tail_only and (tail == len(models) or not leave):
+            raise errors.InvalidArgument(
+                "tail_only: nobody would leave anything; want fewer in the tail, and leave > 0"
+            )
         if not 0.0 <= leave < 1.0:
             raise errors.InvalidArgument(f"leave: {leave}, want a share of the responses, 0 or more and less than 1")
         self.models = tuple(models)
         self.tail = tail
         self.leave = leave
+        self.tail_only = tail_only
         self._versions: dict[str, int] | None = {model.model_id: 0 for model in models}
         self._source_version = 0
         self._changed = threading.Condition()
@@ -74,7 +81,8 @@ class RolloutReplicas:
         """`model.pull_weights(policy)` on all replicas at once; returns the policy's version that all of them hold.
 
         Raises what a pull ended with, once all have ended, and FailedPrecondition when the policy was synced between
-        two of them, so that they differ: pull again.
+        two of them, so that they differ: pull again. After a pull that did not succeed `resume()` its model first,
+        unless it said StateLost, which the next pull mends.
         """
         with self._changing():
             self._versions = None
@@ -134,7 +142,7 @@ class RolloutReplicas:
         if not 0 <= seed < 2**64:
             raise errors.InvalidArgument(f"seed: {seed}, want 0 to 2**64 - 1")
         with self._using() as versions:
-            rollout = _Rollout(self.models, versions, self.tail, self.leave, prompts, n, max_tokens, seed, sampling)
+            rollout = _Rollout(self, versions, prompts, n, max_tokens, seed, sampling)
             return stitched(len(prompts) * n, rollout.sample(), self._source_version)
 
     @contextmanager
@@ -214,10 +222,8 @@ class _Calls:
 class _Rollout:
     """One rollout: a part of the prompts to each replica, and what is left of a part to a tail replica."""
 
-    models: Sequence[Model]
+    replicas: RolloutReplicas
     versions: Mapping[str, int]
-    tail: int
-    leave: float
     prompts: Sequence[Tokens]
     n: int
     max_tokens: int
@@ -228,24 +234,27 @@ class _Rollout:
 
     def sample(self) -> list[Piece]:
         """All of it. Raises the first error, when everything else has been cancelled."""
-        parts = [part.tolist() for part in np.array_split(np.arange(len(self.prompts)), len(self.models)) if part.size]
-        tails = min(self.tail, len(parts))
+        given = self.replicas
+        # Who has no part comes first.
+        first = given.tail if given.tail_only else 0
+        spread = np.array_split(np.arange(len(self.prompts)), len(given.models) - first)
+        parts = {first + index: part.tolist() for index, part in enumerate(spread) if part.size}
         with ExitStack() as stack:
-            if any(self._leave(part) for part in parts[tails:]):
+            if any(self._leave(part) for index, part in parts.items() if index >= given.tail):
                 # With those of a tail replica's own calls, what others left runs together instead of after them.
-                for model in self.models[:tails]:
+                for model in given.models[: given.tail]:
                     self.sessions.append(stack.enter_context(model.session(max_concurrent=MAX_CONCURRENT, grace_s=0.0)))
             stack.enter_context(self.calls)
-            pieces = at_once(lambda index: self._part(index, parts[index]), range(len(parts)))
+            pieces = at_once(lambda index: self._part(index, parts[index]), list(parts))
         return [piece for some in pieces for piece in some]
 
     def _leave(self, part: Sequence[int]) -> int:
-        return int(self.leave * len(part) * self.n)
+        return int(self.replicas.leave * len(part) * self.n)
 
     def _part(self, index: int, part: Sequence[int]) -> list[Piece]:
         """What a replica samples of its part, and then what a tail replica does of the rest."""
         numbers = range(part[0] * self.n, (part[-1] + 1) * self.n)
-        leave = self._leave(part) if 0 < len(self.sessions) <= index else 0
+        leave = self._leave(part) if index >= self.replicas.tail else 0
         own = [self.prompts[number] for number in part]
         with self.calls:
             call = self._submit(index, own, (numbers[0], 0), n=self.n, max_tokens=self.max_tokens, leave=leave)
@@ -253,7 +262,7 @@ class _Rollout:
             if leave:
                 begun_with = [self.prompts[number // self.n] for number in numbers]
                 rests = left(begun_with, numbers, call.result(), self.max_tokens)
-                tail = index % len(self.sessions)
+                tail = index % self.replicas.tail
                 going = [self._submit(tail, r.prompts, (r.numbers[0], 1), max_tokens=r.max_tokens) for r in rests]
                 pieces += [(rest.numbers, call.result()) for rest, call in zip(rests, going, strict=True)]
         return pieces
@@ -262,7 +271,7 @@ class _Rollout:
         self, index: int, prompts: Sequence[Tokens], piece: tuple[int, int], **arguments: int
     ) -> CallFuture[Completions]:
         """A call of a replica. piece: its first completion's number, and 1 if that goes on: no two draw alike."""
-        model = self.models[index]
+        model = self.replicas.models[index]
         generate = self.sessions[index].generate if index < len(self.sessions) else model.generate
         digest = hashlib.blake2b(struct.pack("<QIB", self.seed, *piece), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") & (2**63 - 1)

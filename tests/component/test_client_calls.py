@@ -16,7 +16,7 @@ from plexrl.job import Job
 from plexrl.model import Model
 from plexrl.v1 import call_pb2
 from plexrl.v1 import types_pb2 as t
-from tests.support.client import cluster_fixture, controller_fixture  # noqa: F401
+from tests.support.client import QUICK, cluster_fixture, controller_fixture  # noqa: F401
 from tests.support.fake_calls import echo, status
 from tests.support.fake_controller import FakeController
 
@@ -110,6 +110,18 @@ def test_calls_fail_once_the_controller_is_away_for_too_long(controller: FakeCon
         model.optim_step(lr=0.1)
     job.detach()
     cluster.close()
+
+
+def test_calls_fail_when_their_own_process_closes_the_connection(controller: FakeController) -> None:
+    """G03: nobody waits for ever for what cannot be heard any more."""
+    cluster = Cluster(Connection(Target(controller.endpoint, controller.token), QUICK))
+    model = cluster.job("left").model("policy", base=plexrl.Catalogue("tiny"))
+    controller.holding = True
+    future = model.optim_step.submit(lr=0.1)
+    controller.wait_for(lambda: bool(controller.submits))
+    cluster.close()
+    with pytest.raises(plexrl.errors.ConfigurationError, match="has closed its connection"):
+        future.result(10)
 
 
 def test_results_are_acknowledged_once_taken(controller: FakeController, model: Model) -> None:

@@ -118,8 +118,8 @@ def assert_equal(one: plexrl.Completions, other: plexrl.Completions) -> None:
 def test_the_whole_is_what_one_model_says(job: Job, replicas: int, tail: int, leave: float, count: int, n: int) -> None:
     """Prompts fewer than replicas, nothing left, and nobody to leave it to are among them."""
     *several, alone = models(job, replicas + 1)
-    rollouts = plexrl.RolloutReplicas(several, tail=tail, leave=leave)
-    for logprobs in (True, False):
+    for logprobs, tail_only in ((True, False), (False, False), (True, leave > 0 and tail < replicas)):
+        rollouts = plexrl.RolloutReplicas(several, tail=tail, leave=leave, tail_only=tail_only)
         made = rollouts.generate(prompts(count), n=n, max_tokens=20, logprobs=logprobs)
         assert_equal(made, alone.generate(prompts(count), n=n, max_tokens=20, logprobs=logprobs))
         assert len(made) == count * n
@@ -150,6 +150,20 @@ def test_who_is_asked_for_what(controller: FakeController, job: Job) -> None:
     alike = {(s.sampling.temperature, s.sampling.logprobs, *s.sampling.stop_token_ids) for s in asked}
     assert alike == {(0.5, True, STOP)}
     assert controller.sessions.opened[session_id].state == session_pb2.SESSION_STATE_CLOSED
+
+
+def test_a_tail_that_is_one_alone_has_no_part(controller: FakeController, job: Job) -> None:
+    tail, *others = several = models(job, 3)
+    made = plexrl.RolloutReplicas(several, leave=0.5, tail_only=True).generate(prompts(8), n=2, max_tokens=20)
+    assert len(made) == 16
+    assert [len(generates(controller, model)) for model in others] == [1, 1]
+    asked = [
+        spec for submit in generates(controller, tail) for spec in split(*batch_arrays(submit.spec.generate.prompts))
+    ]
+    assert asked
+    for whole in asked:
+        assert whole.tolist()[:2] in prompts(8)
+        assert whole.size > 2
 
 
 def test_nothing_is_left_to_nobody(controller: FakeController, job: Job) -> None:
@@ -246,6 +260,8 @@ def test_a_pull_waits_for_the_rollout_that_is_under_way(controller: FakeControll
         ({"leave": 1.0}, "leave: 1.0"),
         ({"leave": -0.1}, "leave: -0.1"),
         ({"leave": float("nan")}, "leave: nan"),
+        ({"tail": 2, "tail_only": True}, "tail_only"),
+        ({"leave": 0.0, "tail_only": True}, "tail_only"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(job: Job, arguments: dict[str, float], says: str) -> None:

@@ -9,11 +9,13 @@ from plexrl.v1 import model_pb2, types_pb2, worker_pb2
 from plexrl_controller.api.explain import explain
 from plexrl_controller.dispatch import models
 from plexrl_controller.dispatch.cascade import give_up_state
+from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.domain.errors import FailedPrecondition, InvalidArgument
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Job, Model
-from plexrl_controller.domain.states import CallReason, CallState, ModelState
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, ModelState
 from plexrl_controller.lifecycle.models import ModelEvent
+from plexrl_controller.scheduling.next_slice import waiting_since
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
 from tests.support.leader import Leader, running_leader
@@ -215,7 +217,9 @@ async def test_rollouts_that_died_when_their_version_was_gone_say_so_and_take_th
         both.rollout_worker.die()
         await both.rejoin(both.rollout_worker)
         await both.work()
-        assert both.leader.core.ledger.models[both.rollouts.model_id].state is ModelState.STATE_LOST
+        lost = both.leader.core.ledger.models[both.rollouts.model_id]
+        assert lost.state is ModelState.STATE_LOST
+        assert lost.message.endswith("Pull a policy's weights, or load the base, to go on")
         pull, generated = await both.pull(), await both.generate()
         await both.work()
         assert both.state(pull) is both.state(generated) is CallState.SUCCEEDED
@@ -267,7 +271,7 @@ async def test_a_pull_hears_that_its_source_was_lost_where_nothing_else_moves() 
         await both.work()
         assert both.model(both.policy).state is ModelState.STATE_LOST
         assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.VERSION_GONE)
-        with pytest.raises(FailedPrecondition, match="model policy: the training state"):
+        with pytest.raises(FailedPrecondition, match="model policy: the state at sequence"):
             await both.pull()
 
 
@@ -382,3 +386,37 @@ async def test_a_restart_of_the_controller_forgets_no_pull() -> None:
         await again.work()
         assert again.state(pull) is again.state(later) is CallState.SUCCEEDED
         assert again.sampled_from() == (1,), "the version from before the later sync"
+
+
+async def test_what_a_job_does_on_another_worker_is_no_turn_of_its_on_this_one() -> None:
+    """The wait bound is a worker's: rollouts that end elsewhere, one by one, must not make a step wait anew."""
+    async with pair() as both:
+        leader, ledger = both.leader, both.leader.core.ledger
+        policy, training = both.policy, both.policy.worker_id
+        assert training is not None
+        other = await leader.model(await leader.job("other"))
+        while other.worker_id != training:
+            other = await leader.model(await leader.job("another"))
+        await leader.submit(other, specs.forward_backward(), 1)
+        await leader.settle()
+        step = await both.submit(policy, specs.forward_backward())
+        asked = leader.clock.now()
+        for _ in range(3):
+            await both.generate()
+            await leader.settle()
+            leader.clock.time += 2.0
+            await both.tell(both.rollout_worker.run(1))
+        assert both.state(step) is CallState.PENDING
+        seen = group_view(ledger, training, leader.clock.now()).job(policy.job_id)
+        assert seen is not None
+        assert waiting_since(seen) == pytest.approx(asked)
+        await both.work()
+        for _ in range(4):
+            leader.clock.time += 2.0
+            await both.generate()
+            await both.work()
+            leader.clock.time += 1.0
+            await both.submit(policy, specs.forward_backward())
+            await both.work()
+        stall_s = ledger.groups[training].estimates.expected_stall_s(policy.job_id, CallKind.FORWARD_BACKWARD)
+        assert stall_s == pytest.approx(3.0, rel=0.1)

@@ -13,7 +13,8 @@ from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
 from plexrl_worker import calls
-from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.call import EngineCall
+from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.port import Component, SwapReport
 from tests.support.worker_daemon import (
     Cluster,

@@ -10,7 +10,8 @@ import pytest
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.call import EngineCall
+from plexrl_worker.engine.client import EngineProcess
 from tests.support.worker_daemon import (
     METADATA,
     Cluster,

@@ -200,7 +200,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from plexrl_worker.engine.client import EngineProcess
-from plexrl_worker.engine import port
+from plexrl_worker.engine.settings import EngineSettings
 async def main():
     engine = await EngineProcess.start("fake", EngineSettings({settings().config_json!r}))
     print(engine.pid, flush=True)

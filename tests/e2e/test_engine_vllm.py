@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from plexrl_worker.engine.errors import CheckpointMismatch, InvalidArgument, Uns
 from plexrl_worker.engine.port import ALL_COMPONENTS
 from plexrl_worker.engine.settings import DeploymentSettings, DirectoryBase, EngineSettings, InitBase, Precision
 from tests.support.engine_conformance import EngineConformance
+from tests.support.engine_leaves import assert_left
 from tests.support.engine_subjects import (
     ImageMaker,
     Model,
@@ -143,6 +145,8 @@ class TestQwen3(EngineConformance):
             stopped = qwen3.generate("lettered", 0, random_batch(62), stopping, Patient())
             assert stopped.token_ids[: stopped.lengths[0]].tolist() == first[:5]
             assert stopped.finish_reasons[0] is port.FinishReason.STOP
+            left = qwen3.generate("lettered", 0, random_batch(62), replace(stopping, leave=23), Patient())
+            assert_left(left, stopped, 23)
         finally:
             qwen3.drop("lettered")
 

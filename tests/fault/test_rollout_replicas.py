@@ -24,8 +24,8 @@ WAIT_S = 120.0
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 24, "max_position_embeddings": 64}
 PROMPTS = [[1 + number, number % 5 + 1] for number in range(10)]
 COMPLETIONS, STOPS = 4, (2, 3)
-LEAVE, HELD_AT = 0.75, 6
-"""Of twenty responses of a worker fifteen may be left, so that its part is over before the seventh ends."""
+LEAVE, HELD_AT = 0.75, 10
+"""Of forty responses of a worker thirty may be left: its part is over with the tenth, before those that are held."""
 BATCH = plexrl.TrainingBatch.from_targets([[1, 2], [3]], [[4], [5]])
 
 Rows = list[list[int]]
@@ -82,21 +82,21 @@ class Seen:
 
 
 class Rollouts:
-    """A job with a model on each of the two workers; the first named is where what is left goes on."""
+    """A job with a model on each of the two workers; where a name is given, its tail is on that one."""
 
-    def __init__(self, job: plexrl.Job, base: plexrl.Init, seen: Seen, tail_not_on: str | None = None) -> None:
+    def __init__(self, job: plexrl.Job, base: plexrl.Init, seen: Seen, *, on: str | None = None) -> None:
         one = job.model("one", base=base, role="rollout")
         other = job.model("other", base=base, role="rollout", affinity=plexrl.Affinity(avoid=[one]))
         for model in (one, other):
             model.wait_until_placed()
-        if seen.worker(one) == tail_not_on:
-            one, other = other, one
-        self.tail, self.vacated = one, other
-        self.replicas = plexrl.RolloutReplicas([one, other], tail=1, leave=LEAVE)
+        self.tail, self.bulk = (one, other) if on in (None, seen.worker(one)) else (other, one)
+        self.consolidated = plexrl.RolloutReplicas([self.tail, self.bulk], leave=LEAVE, tail_only=True)
+        self.together = plexrl.RolloutReplicas([self.tail, self.bulk], leave=LEAVE)
+        self.apart = plexrl.RolloutReplicas([self.tail, self.bulk], leave=0.0)
 
-    def sample(self, seed: int, leave: float = LEAVE) -> plexrl.Completions:
-        self.replicas.leave = leave
-        return self.replicas.generate(PROMPTS, n=COMPLETIONS, max_tokens=24, stop_token_ids=STOPS, seed=seed)
+
+def sample(replicas: plexrl.RolloutReplicas, seed: int) -> plexrl.Completions:
+    return replicas.generate(PROMPTS, n=COMPLETIONS, max_tokens=24, stop_token_ids=STOPS, seed=seed)
 
 
 class Background:
@@ -138,7 +138,7 @@ def rows(completions: plexrl.Completions) -> list[tuple[Rows, str]]:
 
 
 def held_base(held: Path) -> plexrl.Init:
-    """A model whose generates stand before their seventh completion as long as the file is there."""
+    """A model whose generates stand before their eleventh completion as long as the file is there."""
     fault = {"function": f"completion-{HELD_AT}", "fault": "held", "flag_file": str(held)}
     return plexrl.Init({**CONFIG, "plexrl_fake": [fault]}, seed=3)
 
@@ -146,38 +146,40 @@ def held_base(held: Path) -> plexrl.Init:
 def test_another_job_has_the_vacated_worker_while_the_last_responses_end_elsewhere(
     cluster: plexrl.Cluster, tmp_path: Path
 ) -> None:
-    """Where it runs is read from what the devices recorded; without consolidation the other job waits."""
+    """Two jobs with their rollouts on the same two workers. Who ran when is read from what the devices recorded."""
     held, seen = tmp_path / "held", Seen(cluster)
     with cluster.job("first", lease_s=300) as job, cluster.job("second", lease_s=300) as other_job:
         first = Rollouts(job, held_base(held), seen)
-        second = Rollouts(other_job, plexrl.Init(CONFIG, seed=5), seen, tail_not_on=seen.worker(first.tail))
-        assert seen.worker(second.tail) == seen.worker(first.vacated)
+        second = Rollouts(other_job, plexrl.Init(CONFIG, seed=5), seen, on=seen.worker(first.tail))
+        assert seen.worker(second.bulk) == seen.worker(first.bulk)
 
         held.touch()
-        going = Background(lambda: first.sample(seed=1))
-        until(lambda: seen.states(first.vacated) == ["SUCCEEDED"] and len(seen.states(first.tail)) == 2)
-        behind = Background(lambda: second.sample(seed=2))
-        until(lambda: seen.states(second.tail)[:1] == ["SUCCEEDED"])
-        assert set(seen.states(first.tail)) == {"RUNNING"}
+        going = Background(lambda: sample(first.consolidated, seed=1))
+        until(lambda: seen.states(first.tail) == ["RUNNING"])
+        behind = Background(lambda: sample(second.consolidated, seed=2))
+        # All that the second job has to sample, but what it leaves: that waits for the first's.
+        until(lambda: seen.states(second.bulk) == ["SUCCEEDED"])
+        assert seen.states(first.tail) == ["RUNNING"]
         assert not going.over
         held.unlink()
-        made = going.result()
-        assert len(behind.result()) == len(made) == len(PROMPTS) * COMPLETIONS
-        assert set(made.finish_reasons) <= {"stop", "length"}
-        tail_ended = max(seen.busy(call)[1] for call in seen.generates(first.tail))
-        begun, ended = seen.busy(seen.generates(second.tail)[0])
-        assert seen.busy(seen.generates(first.vacated)[0])[1] <= begun < ended < tail_ended
+        for made in (going.result(), behind.result()):
+            assert len(made) == len(PROMPTS) * COMPLETIONS
+            assert set(made.finish_reasons) == {"stop", "length"}
+        (bulk,), (tail,) = seen.generates(first.bulk), seen.generates(first.tail)
+        (others_bulk,), (others_tail,) = seen.generates(second.bulk), seen.generates(second.tail)
+        begun, ended = seen.busy(others_bulk)
+        assert seen.busy(bulk)[1] <= begun < ended < seen.busy(tail)[1] <= seen.busy(others_tail)[0]
 
-        before, asked = len(seen.states(first.vacated)), len(seen.states(second.tail))
+        # Without consolidation the second job's part waits until the first's last response has ended.
         held.touch()
-        going = Background(lambda: first.sample(seed=3, leave=0.0))
-        until(lambda: seen.states(first.vacated)[before:] == ["RUNNING"] and "RUNNING" in seen.states(first.tail))
-        behind = Background(lambda: second.sample(seed=4))
-        until(lambda: len(seen.states(second.tail)) > asked)
+        going = Background(lambda: sample(first.apart, seed=3))
+        until(lambda: seen.states(first.bulk)[1:] == ["RUNNING"])
+        behind = Background(lambda: sample(second.apart, seed=4))
+        until(lambda: len(seen.states(second.bulk)) == 2)
         held.unlink()
         going.result()
         behind.result()
-        assert seen.busy(seen.generates(first.vacated)[-1])[1] <= seen.busy(seen.generates(second.tail)[asked])[0]
+        assert seen.busy(seen.generates(first.bulk)[1])[1] <= seen.busy(seen.generates(second.bulk)[1])[0]
 
 
 def test_a_killed_tail_worker_costs_time_alone(local: LocalCluster, cluster: plexrl.Cluster, tmp_path: Path) -> None:
@@ -189,12 +191,13 @@ def test_a_killed_tail_worker_costs_time_alone(local: LocalCluster, cluster: ple
         policy.forward_backward(BATCH, loss="cross_entropy")
         policy.optim_step(lr=0.5)
         policy.sync_weights()
-        assert rollouts.replicas.pull_weights(policy) == 3
-        undisturbed = rollouts.sample(seed=7)
+        assert rollouts.together.pull_weights(policy) == 3
+        undisturbed = sample(rollouts.together, seed=7)
         assert undisturbed.weights_version == 3
         before = len(seen.states(rollouts.tail))
         held.touch()
-        going = Background(lambda: rollouts.sample(seed=7))
+        going = Background(lambda: sample(rollouts.together, seed=7))
+        # Its own part, and what the other worker has left.
         until(lambda: seen.states(rollouts.tail)[before:] == ["RUNNING"] * 2)
         os.kill(local.pids()[seen.worker(rollouts.tail)], signal.SIGKILL)
         until(lambda: all(call.attempt > 1 for call in seen.generates(rollouts.tail)[before:]))

@@ -7,12 +7,14 @@ what runs is what users run. What it cannot name is what the controller never wr
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 import asyncpg
+
+from plexrl.v1 import model_pb2
 
 KEY = 4711
 
@@ -51,8 +53,22 @@ POINTS = {
 that it was granted, revoked and granted again shows in its calls, which are given, parked and go on.
 """
 
-PROVOKED_BY = {"recovery begun": "engine", "model restored": "worker-0", "worker registered": "worker-0"}
-"""Points that are reached only once another part was killed: the kill that counts is then the second."""
+_ROLLOUTS = f"role = {model_pb2.MODEL_ROLE_ROLLOUT}"
+PULL_POINTS = {
+    "pull accepted": ("new calls", "source_model_id IS NOT NULL"),
+    "pull dispatched": ("calls", "source_model_id IS NOT NULL AND state = 'DISPATCHED'"),
+    "pull started": ("calls", "source_model_id IS NOT NULL AND state = 'RUNNING' AND OLD.state <> 'RUNNING'"),
+    "pull succeeded": ("calls", "source_model_id IS NOT NULL AND state = 'SUCCEEDED' AND NOT acknowledged"),
+    "pull tried again": ("calls", "source_model_id IS NOT NULL AND state = 'PENDING' AND OLD.state <> 'PENDING'"),
+    "version replaced": ("calls", "source_model_id IS NOT NULL AND state = 'CANCELLING'"),
+    "version gone": ("calls", "source_model_id IS NOT NULL AND state = 'CANCELLED' AND NOT acknowledged"),
+    "rollouts recovering": ("models", f"{_ROLLOUTS} AND state = 'RECOVERING' AND OLD.state <> 'RECOVERING'"),
+    "rollouts restored": ("models", f"{_ROLLOUTS} AND state = 'PLACED' AND OLD.state = 'RECOVERING'"),
+    "rollouts lost": ("models", f"{_ROLLOUTS} AND state = 'STATE_LOST' AND OLD.state <> 'STATE_LOST'"),
+}
+"""The same of weights that one worker takes from another's. What is between two workers alone is written nowhere:
+`fault_transfers` holds it up.
+"""
 
 
 _WAIT = f"""
@@ -77,6 +93,8 @@ class Moment(Enum):
     UNDONE = "before the commit, which is undone"
     LANDS = "before the commit, which lands all the same"
     AFTER = "after the commit"
+    DURING = "while it lasts"
+    """Of what no commit begins or ends: weights on their way."""
 
 
 @dataclass
@@ -131,17 +149,15 @@ class FaultDatabase:
     async def install(self) -> None:
         """Puts the triggers in place; none waits before it is armed."""
         await self.connection.execute(_WAIT)
-        for point, (table, row) in POINTS.items():
+        for point, (where, row) in (POINTS | PULL_POINTS).items():
             new = " ".join(f"NEW.{word}" if word in _COLUMNS else word for word in row.split())
-            when = (
-                "UPDATE" if table == "calls" else "INSERT" if table in ("events", "intervals") else "INSERT OR UPDATE"
-            )
+            when, table = _WRITTEN.get(where, "INSERT OR UPDATE"), where.removeprefix("new ")
             trigger = TRIGGER.format(name=_name(point), when=when, table=table, row=new, call="wait_at_point()")
             await self.connection.execute(trigger)
 
     @asynccontextmanager
     async def held(
-        self, point: str, provoke: Callable[[], object] = lambda: None, limit_s: float = 240.0
+        self, point: str, provoke: Callable[[], Awaitable[object]] | None = None, limit_s: float = 240.0
     ) -> AsyncIterator[HeldCommit]:
         """Within the block, the first commit that writes the point waits. `provoke` is called again and again until one
         comes. Raises TimeoutError when none does.
@@ -151,7 +167,8 @@ class FaultDatabase:
         try:
             async with asyncio.timeout(limit_s):
                 while (backend := await self.connection.fetchval(_HELD, KEY)) is None:
-                    provoke()
+                    if provoke is not None:
+                        await provoke()
                     await asyncio.sleep(0.002)
             yield HeldCommit(self, backend)
         finally:
@@ -167,7 +184,11 @@ class FaultDatabase:
             await self.connection.execute("DELETE FROM fault_point")
 
 
-_COLUMNS = ("machine", "event", "source", "kind", "acknowledged", "committed", "session_id", "state")
+_WRITTEN = {"new calls": "INSERT", "calls": "UPDATE", "models": "UPDATE", "events": "INSERT", "intervals": "INSERT"}
+_COLUMNS = (
+    *("machine", "event", "source", "kind", "acknowledged", "committed"),
+    *("session_id", "state", "source_model_id", "role"),
+)
 
 
 def _name(point: str) -> str:

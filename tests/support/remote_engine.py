@@ -13,7 +13,8 @@ import numpy as np
 from plexrl import wire
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import port
-from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.call import EngineCall
+from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.errors import EngineError, NotResident, VersionMismatch
 from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings
 

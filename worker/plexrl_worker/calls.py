@@ -16,7 +16,8 @@ from plexrl.v1 import worker_pb2 as w
 from plexrl_worker.checkpoints import CheckpointFacts, CheckpointFile, CommittedCheckpoint
 from plexrl_worker.deployment import Deployment
 from plexrl_worker.engine import errors as engine_errors
-from plexrl_worker.engine.client import EngineCall, EngineProcess
+from plexrl_worker.engine.call import EngineCall
+from plexrl_worker.engine.client import EngineProcess
 from plexrl_worker.engine.port import Component
 from plexrl_worker.errors import (
     Cancelled,

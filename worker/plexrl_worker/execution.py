@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.engine.client import EngineCall, ProgressListener
+from plexrl_worker.engine.call import EngineCall, ProgressListener
 from plexrl_worker.errors import Cancelled
 from plexrl_worker.journal import Journal
 

@@ -8,7 +8,7 @@ from plexrl import wire
 from plexrl.v1 import registry_pb2 as r
 from plexrl.v1 import types_pb2 as t
 from plexrl.v1 import worker_pb2 as w
-from plexrl_worker.engine.client import ProgressListener
+from plexrl_worker.engine.call import ProgressListener
 from plexrl_worker.errors import EngineFailed, WorkerError, to_status
 from plexrl_worker.fences import Fences
 from plexrl_worker.host import ModelHost

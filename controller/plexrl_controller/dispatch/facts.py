@@ -23,6 +23,14 @@ class ModelCalls:
     """All of them, with the version each needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class LastCall:
+    """The call of a job that finished or yielded last."""
+
+    finish: float
+    kind: CallKind
+
+
 @dataclass
 class GroupState:
     """Volatile facts about one worker group."""
@@ -55,6 +63,8 @@ class GroupState:
     used_at: dict[ModelId, float] = field(default_factory=dict)
     served_at: dict[JobId, float] = field(default_factory=dict)
     """When each job's last slice began."""
+    last_calls: dict[JobId, LastCall] = field(default_factory=dict)
+    """Of each job, here: what it does on other groups meanwhile is no turn of its on this one."""
     resident_bytes: int = 0
     estimates: Estimates = field(default_factory=Estimates)
     accounts: Accounts = field(default_factory=Accounts)
@@ -78,8 +88,7 @@ class JobFacts:
     idle_until: float | None = None
     mid_iteration: bool = False
     last_finish: float = 0.0
-    last_kind: CallKind | None = None
-    """Kind of the call that finished last."""
+    """Of any of its calls, wherever: what it said before of its idleness is over."""
     wait_s: float = 0.0
     calls_succeeded: int = 0
     client_state_keys: dict[RequestId, str] = field(default_factory=dict)

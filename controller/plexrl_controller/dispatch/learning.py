@@ -4,10 +4,10 @@ Volatile: a new leader begins with nothing known, places by memory and holds by 
 seen enough. Decides nothing.
 """
 
-from plexrl_controller.dispatch.facts import JobFacts
+from plexrl_controller.dispatch.facts import JobFacts, LastCall
 from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.domain.ids import JobId, WorkerId
-from plexrl_controller.domain.records import Interval, Job
+from plexrl_controller.domain.records import Call, Interval, Job
 from plexrl_controller.domain.states import IntervalKind
 from plexrl_controller.scheduling.views import Demand
 
@@ -36,11 +36,22 @@ def learn_interval(ledger: Ledger, interval: Interval, now: float, *, whole: boo
 
 def learn_return(ledger: Ledger, worker_id: WorkerId, job_id: JobId, ready_since: float) -> None:
     """A job of which nothing ran is served again: it had stalled since its last call, if it had nothing to run."""
-    facts = ledger.facts.get(job_id)
-    if facts is None or facts.last_kind is None:
+    facts, group = ledger.facts.get(job_id), ledger.groups[worker_id]
+    last = group.last_calls.get(job_id)
+    if facts is None or last is None:
         return
-    stall_s = max(0.0, ready_since - facts.last_finish)
-    ledger.groups[worker_id].estimates.stall(job_id, facts.last_kind, stall_s, _hinted_s(facts))
+    # A hint is the job's: of a stall in which it ran elsewhere it says nothing.
+    hinted_s = _hinted_s(facts) if facts.last_finish == last.finish else None
+    group.estimates.stall(job_id, last.kind, max(0.0, ready_since - last.finish), hinted_s)
+
+
+def learn_finish(ledger: Ledger, call: Call, now: float) -> None:
+    """A call finished or yielded."""
+    if (facts := ledger.facts.get(call.job_id)) is None:
+        return
+    facts.last_finish = now
+    if call.worker_id is not None:
+        ledger.groups[call.worker_id].last_calls[call.job_id] = LastCall(now, call.kind)
 
 
 def learn_iteration(ledger: Ledger, worker_id: WorkerId, job_id: JobId) -> None:
@@ -54,9 +65,13 @@ def known_demand(ledger: Ledger, job: Job) -> Demand | None:
 
 
 def corrected_hint(facts: JobFacts, factor: float) -> float | None:
-    """Until when the job is likely idle, as it said itself, corrected by what its hints were worth so far."""
+    """Until when the job is likely idle, as it said itself, corrected by what its hints were worth so far; None once a
+    call of its has finished since.
+    """
+    if facts.last_finish <= 0.0:
+        return facts.idle_until
     hinted_s = _hinted_s(facts)
-    return facts.idle_until if hinted_s is None else facts.last_finish + hinted_s * factor
+    return None if hinted_s is None else facts.last_finish + hinted_s * factor
 
 
 def _hinted_s(facts: JobFacts) -> float | None:

@@ -231,6 +231,7 @@ class Ledger:
             group.estimates.forget(job_id)
             group.accounts.leave(job_id)
             group.served_at.pop(job_id, None)
+            group.last_calls.pop(job_id, None)
 
     def _remember_demand(self, job: Job) -> None:
         """A job of the same tenant and name is likely to ask for the same."""

@@ -12,7 +12,7 @@ from plexrl.v1 import model_pb2, registry_pb2, types_pb2, worker_pb2
 from plexrl_controller.dispatch.cascade import fail, give_up_state, lose_attempt, lose_model_state, requeue
 from plexrl_controller.dispatch.core import Core, log
 from plexrl_controller.dispatch.facts import HostImage
-from plexrl_controller.dispatch.learning import learn_interval, learn_iteration
+from plexrl_controller.dispatch.learning import learn_finish, learn_interval, learn_iteration
 from plexrl_controller.dispatch.ledger import Batch
 from plexrl_controller.dispatch.recovery import not_restored, replay_ended, restored
 from plexrl_controller.dispatch.replay_log import REPLAYED
@@ -107,8 +107,7 @@ class ReportRecorder:
     def _call_yielded(self, batch: Batch, call: Call, report: worker_pb2.Report) -> None:
         """A call gave way: it is ready again, and what remains of it is less."""
         ledger = self._core.ledger
-        if (facts := ledger.facts.get(call.job_id)) is not None:
-            facts.last_finish, facts.last_kind = batch.now, call.kind
+        learn_finish(ledger, call, batch.now)
         if report.yielded.total:
             ledger.progress[call.call_id] = (report.yielded.done, report.yielded.total)
         ledger.ready_since[call.call_id] = batch.now
@@ -129,9 +128,7 @@ class ReportRecorder:
         finished = report.finished
         if call.worker_id is not None:
             self._core.ledger.groups[call.worker_id].yielding.pop(call.call_id, None)
-        facts = self._core.ledger.facts.get(call.job_id)
-        if facts is not None:
-            facts.last_finish, facts.last_kind = batch.now, call.kind
+        learn_finish(self._core.ledger, call, batch.now)
         error = wire.error_info(finished.error)
         if error is None and result is not None:
             self._succeeded(batch, call, report, result)

@@ -68,7 +68,7 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
         record = ledger.jobs.get(job_id)
         weight = record.weight if record is not None else 1.0
         group.accounts.join(job_id, weight=weight)
-        facts = ledger.facts.get(job_id, JobFacts(lease_end=0.0))
+        facts, last = ledger.facts.get(job_id, JobFacts(lease_end=0.0)), group.last_calls.get(job_id)
         jobs.append(
             JobView(
                 job_id=job_id,
@@ -76,13 +76,11 @@ def group_view(ledger: Ledger, worker_id: WorkerId, now: float) -> GroupView:
                 in_flight=in_flight.get(job_id, 0),
                 in_flight_left_s=left_s.get(job_id),
                 idle_until=corrected_hint(facts, estimates.hint_factor(job_id)),
-                mid_phase=facts.mid_iteration and facts.last_kind is CallKind.GENERATE,
+                mid_phase=facts.mid_iteration and last is not None and last.kind is CallKind.GENERATE,
                 mid_iteration=facts.mid_iteration,
-                last_finish=facts.last_finish,
+                last_finish=last.finish if last is not None else 0.0,
                 round_trip_s=_round_trip_s(estimates.round_trip_s(job_id)),
-                expected_stall_s=(
-                    estimates.expected_stall_s(job_id, facts.last_kind) if facts.last_kind is not None else None
-                ),
+                expected_stall_s=estimates.expected_stall_s(job_id, last.kind) if last is not None else None,
                 attained_s=group.accounts.attained_s(job_id),
                 over_quota=ledger.tenant_accounts.over_quota(job_id, now),
                 last_served=group.served_at.get(job_id, 0.0),

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from google.protobuf import duration_pb2
 
-from plexrl import wire
-from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2, types_pb2
+from plexrl.v1 import call_pb2, job_pb2, model_pb2, session_pb2
 from plexrl_controller.domain.errors import ControllerError, NotFound, Unavailable
 from plexrl_controller.domain.ids import Tenant
 from tests.simulation.faults.client_stream import ClientStream
+from tests.simulation.faults.draws import draw_functions, draw_spec, saved_checkpoints
 from tests.simulation.faults.rollouts import Rollouts
 from tests.simulation.faults.service import JobOver, Service
 from tests.simulation.faults.truth import JobTruth, ModelTruth, Request
@@ -24,15 +24,6 @@ PATIENCE_S = 6.0
 """A client that waits this long for a call looks whether its sequence has a gap."""
 LEASE_S = 20.0
 PROBES = 4
-FUNCTIONS = {
-    "forward_backward": 30,
-    "optim_step": 22,
-    "sync_weights": 14,
-    "generate": 26,
-    "score": 12,
-    "save_checkpoint": 8,
-    "load_checkpoint": 3,
-}
 _ENDED = ("JOB_NOT_ACTIVE", "MODEL_NOT_ACTIVE")
 
 
@@ -206,7 +197,7 @@ class Client:
             await self._mend(model_id)
         if self._session_rng.random() < 0.3:
             await self._change_session(model_id)
-        functions = self.rng.choices(list(FUNCTIONS), list(FUNCTIONS.values()), k=self.rng.randint(1, 7))
+        functions = draw_functions(self.rng)
         requests = []
         for function in functions:
             if self.rng.random() < 0.03:
@@ -275,7 +266,14 @@ class Client:
             job_id=self.job.job_id,
             model_id=model_id,
             sequence=sequence,
-            spec=self._spec(model_id, function),
+            spec=draw_spec(
+                self.rng,
+                function,
+                version=self.made_version.get(model_id, 0),
+                saved=saved_checkpoints(self.job.models[model_id]),
+                policy_id=self.rollouts.policy_of.get(model_id, ""),
+                new_label=self._id,
+            ),
             timeout=timeout,
         )
         if function == "generate" and self._session_rng.random() < 0.7:
@@ -287,57 +285,6 @@ class Client:
 
     def _numbers_of(self, model_id: str) -> dict[str, int]:
         return self.rollouts.next if model_id in self.rollouts.next else self.next
-
-    def _spec(self, model_id: str, function: str) -> types_pb2.CallSpec:
-        rng, spec = self.rng, types_pb2.CallSpec()
-        match function:
-            case "generate":
-                sampling = types_pb2.SamplingParams(n=1, temperature=1.0, max_tokens=4, seed=rng.getrandbits(30))
-                spec.generate.CopyFrom(types_pb2.GenerateSpec(prompts=wire.token_batch([[1, 2]]), sampling=sampling))
-                if rng.random() < 0.2:
-                    spec.generate.version.at_least = self.made_version.get(model_id, 0)
-                elif rng.random() < 0.1:
-                    spec.generate.version.exact = self.made_version.get(model_id, 0)
-            case "score":
-                spec.score.batch.CopyFrom(wire.token_batch([[1, 2, 3]]))
-            case "forward_backward":
-                # Above 64 KiB its bytes go to the payload store first.
-                length = 9000 if rng.random() < 0.1 else 3
-                spec.forward_backward.CopyFrom(
-                    types_pb2.ForwardBackwardSpec(
-                        batch=wire.token_batch([[1] * length]),
-                        loss=types_pb2.LOSS_CROSS_ENTROPY,
-                        weights=wire.tensor([0.0] + [rng.random()] * (length - 1), "float32"),
-                    )
-                )
-            case "optim_step":
-                spec.optim_step.adamw.lr = rng.random() + 1e-3
-            case "sync_weights":
-                spec.sync_weights.in_flight = rng.choices(
-                    [types_pb2.IN_FLIGHT_DRAIN, types_pb2.IN_FLIGHT_ABORT], [4, 1]
-                )[0]
-            case "save_checkpoint":
-                spec.save_checkpoint.label = self._id()
-            case "pull":
-                spec.load_checkpoint.rollout.model_id = self.rollouts.policy_of[model_id]
-            case "load_checkpoint":
-                saved = self._saved(model_id)
-                if saved and rng.random() < 0.8:
-                    spec.load_checkpoint.checkpoint_id = rng.choice(saved)
-                else:
-                    spec.load_checkpoint.base = True
-            case _:
-                raise AssertionError(function)
-        return spec
-
-    def _saved(self, model_id: str) -> list[str]:
-        assert self.job is not None
-        saved = [
-            types_pb2.CallResult.FromString(r.outcome.result).save_checkpoint.checkpoint.checkpoint_id
-            for r in self.job.models[model_id].requests
-            if r.function == "save_checkpoint" and r.outcome is not None and r.outcome.succeeded
-        ]
-        return [checkpoint_id for checkpoint_id in saved if checkpoint_id]
 
     async def _submit(self, request: Request, way: str = "unary", delay_s: float = 0.0, *, again: bool = False) -> None:
         """Sends until the answer is known."""

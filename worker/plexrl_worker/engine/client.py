@@ -18,16 +18,17 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from plexrl.v1 import engine_pb2 as e
 from plexrl.v1 import types_pb2 as t
 from plexrl_worker.engine import codec, frames, port
-from plexrl_worker.engine.errors import EngineDied, EngineError, EngineHung, error_of
+from plexrl_worker.engine.call import EngineCall
+from plexrl_worker.engine.errors import EngineDied, EngineError, EngineHung
 from plexrl_worker.engine.settings import Base, DeploymentSettings, EngineSettings
 
 T = TypeVar("T")
@@ -35,87 +36,6 @@ T = TypeVar("T")
 _MAX_CALLS_IN_FLIGHT = 128
 _READ_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 18
-
-ProgressListener = Callable[[int, int], None]
-
-
-class EngineCall(Generic[T]):
-    """One function that the child runs or has queued. Await it: the outcome, or an EngineError kind."""
-
-    def __init__(self, process: "EngineProcess", request_id: int, unpack: Callable[[e.EngineResponse], T]) -> None:
-        self.request_id = request_id
-        self.done_units = 0
-        self.total_units = 0
-        self.start_unix_ns = 0
-        """When it began to run in the child; 0 until it has ended."""
-        self.end_unix_ns = 0
-        self.generator_steps = 0
-        """Of a generate that has ended: steps of the engine's generator so far."""
-        self.on_progress: ProgressListener | None = None
-        self.on_end: Callable[[], None] | None = None
-        self.process = process
-        self._unpack = unpack
-        self._response: e.EngineResponse | None = None
-        self._error: EngineError | None = None
-        # Made for whoever has to wait: most outcomes of a burst are here before anybody asks for them.
-        self._ended: asyncio.Future[None] | None = None
-
-    def __await__(self) -> Generator[Any, None, T]:
-        """Waits for the outcome. Cancelling the waiter does not abort the function."""
-        if not self.done():
-            if self._ended is None:
-                self._ended = asyncio.get_running_loop().create_future()
-            yield from asyncio.shield(self._ended).__await__()
-        return self.result()
-
-    def done(self) -> bool:
-        """Whether the outcome is known."""
-        return self._response is not None or self._error is not None
-
-    def result(self) -> T:
-        """The outcome of a call that is done. Raises the EngineError that it ended with."""
-        if self._error is not None:
-            raise self._error
-        assert self._response is not None
-        return self._unpack(self._response)
-
-    def abort(self) -> None:
-        """Asks the child to end it at its next step with Aborted; it may still succeed if it was about to."""
-        if not self.done():
-            self.process._send(e.EngineRequest(abort_request_id=self.request_id))
-
-    def give_way(self) -> None:
-        """Asks the child to park it at its next step with Yielded; it may still go on to its end."""
-        if not self.done():
-            self.process._send(e.EngineRequest(yield_request_id=self.request_id))
-
-    def _advance(self, progress: e.EngineProgress) -> None:
-        self.done_units, self.total_units = progress.done, progress.total
-        if self.on_progress is not None:
-            # On its own: what a listener raises must not keep others from hearing what has come with this.
-            asyncio.get_running_loop().call_soon(self.on_progress, progress.done, progress.total)
-
-    def _finish(self, response: e.EngineResponse) -> None:
-        if self.done():
-            return
-        self.start_unix_ns, self.end_unix_ns = response.start_unix_ns, response.end_unix_ns
-        self.generator_steps = response.generator_steps
-        if response.HasField("failure"):
-            self._fail(error_of(response.failure.reason, response.failure.message))
-        else:
-            self._response = response
-            self._wake()
-
-    def _fail(self, error: EngineError) -> None:
-        if not self.done():
-            self._error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self.on_end is not None:
-            self.on_end()
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
 
 
 class EngineProcess:
@@ -377,20 +297,20 @@ class EngineProcess:
         self._next_request_id += 1
         call = EngineCall(self, request.request_id, unpack)
         if self._death is not None:
-            call._fail(self._death)
+            call.fail(self._death)
         elif len(self._calls) >= _MAX_CALLS_IN_FLIGHT:
-            call._fail(EngineError(f"{len(self._calls)} functions are in flight, the limit: wait for some"))
+            call.fail(EngineError(f"{len(self._calls)} functions are in flight, the limit: wait for some"))
         else:
             if not self._calls:
                 self._last_frame_s = time.monotonic()
             self._calls[request.request_id] = call
-            self._send(request, descriptor)
+            self.send(request, descriptor)
             return call
         if descriptor is not None:
             os.close(descriptor)
         return call
 
-    def _send(self, request: e.EngineRequest, descriptor: int | None = None) -> None:
+    def send(self, request: e.EngineRequest, descriptor: int | None = None) -> None:
         """Queues a frame; what is queued in one turn of the loop leaves together."""
         self._outgoing.append((request.SerializeToString(), descriptor))
         if not self._flush_due:
@@ -464,9 +384,9 @@ class EngineProcess:
     def _hear(self, response: e.EngineResponse) -> None:
         if response.HasField("progress"):
             if call := self._calls.get(response.request_id):
-                call._advance(response.progress)
+                call.advance(response.progress)
         elif call := self._calls.pop(response.request_id, None):
-            call._finish(response)
+            call.finish(response)
 
     async def _watch(self) -> None:
         """Kills the child when the running function has shown nothing for the hang limit."""
@@ -501,7 +421,7 @@ class EngineProcess:
                 os.close(descriptor)
         self._outgoing.clear()
         for call in self._calls.values():
-            call._fail(self._death)
+            call.fail(self._death)
         self._calls.clear()
         self._exited.set()
 

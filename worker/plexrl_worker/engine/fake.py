@@ -16,9 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
-from plexrl_worker.engine import checkpoints, losses
+from plexrl_worker.engine import checkpoints, fake_files, losses
 from plexrl_worker.engine.checks import (
     check_adamw,
     check_deployment,
@@ -29,7 +28,6 @@ from plexrl_worker.engine.checks import (
 from plexrl_worker.engine.concurrent import alone
 from plexrl_worker.engine.errors import (
     Aborted,
-    CheckpointMismatch,
     DeviceNotHeld,
     EngineError,
     InvalidArgument,
@@ -43,7 +41,6 @@ from plexrl_worker.engine.errors import (
 )
 from plexrl_worker.engine.fake_faults import Faults
 from plexrl_worker.engine.fake_model import (
-    TABLE,
     FakeDeployment,
     Sampled,
     Sampling,
@@ -384,19 +381,9 @@ class FakeEngine:
         """See port.Engine."""
         deployment = self._with_training_weights(deployment_id, "save", control)
         deployment.ledger.require([entry.component for entry in deployment.layout.components], "save")
-        path, size = Path(directory), self._vocab_size
-        weights = deployment.table(Component.TRAIN_WEIGHTS, size)
-        rollout = deployment.table(Component.ROLLOUT_WEIGHTS, size)
+        path = Path(directory)
         (path / checkpoints.CONFIG_FILE).write_text(self._settings.config_json)
-        save_file({TABLE: weights}, path / checkpoints.WEIGHTS_FILE)
-        if not np.array_equal(weights, rollout):
-            save_file({TABLE: rollout}, path / checkpoints.ROLLOUT_FILE)
-        if deployment.settings.trainable:
-            first, second = deployment.arrays[Component.OPTIMIZER].reshape(2, size, size)
-            moments = {f"exp_avg.{TABLE}": first, f"exp_avg_sq.{TABLE}": second}
-            save_file(moments, path / checkpoints.OPTIMIZER_FILE)
-            if not deployment.ledger.is_zero(Component.GRADIENTS):
-                save_file({TABLE: deployment.table(Component.GRADIENTS, size)}, path / checkpoints.GRADIENTS_FILE)
+        fake_files.write(path, deployment, self._vocab_size)
         step, version = deployment.ledger.optimizer_step, deployment.ledger.rollout_version
         return checkpoints.commit(path, self._conditions(), {"numpy": np.__version__}, step, version, control.progress)
 
@@ -408,23 +395,10 @@ class FakeEngine:
         self._claim_slot(deployment_id)
         manifest = checkpoints.verify(Path(directory), control.progress)
         manifest.require(self._conditions())
-        weights = _read(manifest, checkpoints.WEIGHTS_FILE, TABLE)
-        if weights.shape != (self._vocab_size, self._vocab_size):
-            raise CheckpointMismatch(f"{directory}: was written for another vocabulary")
-        rollout = weights
-        if checkpoints.ROLLOUT_FILE in manifest.files:
-            rollout = _read(manifest, checkpoints.ROLLOUT_FILE, TABLE)
-        training = None
-        if deployment.settings.trainable:
-            if checkpoints.OPTIMIZER_FILE not in manifest.files:
-                raise CheckpointMismatch(f"{directory}: has no optimizer state, it was written by a reference")
-            names = (f"exp_avg.{TABLE}", f"exp_avg_sq.{TABLE}")
-            moments = np.concatenate([_read(manifest, checkpoints.OPTIMIZER_FILE, name).ravel() for name in names])
-            gradients = np.zeros_like(weights)
-            if checkpoints.GRADIENTS_FILE in manifest.files:
-                gradients = _read(manifest, checkpoints.GRADIENTS_FILE, TABLE)
-            training = (gradients.ravel(), moments)
-        self._fill(deployment, weights.ravel(), training, rollout.ravel())
+        weights, rollout, training = fake_files.read(
+            manifest, self._vocab_size, trainable=deployment.settings.trainable
+        )
+        self._fill(deployment, weights, training, rollout)
         deployment.ledger.optimizer_step = 0 if deployment.settings.rollout_only else manifest.optimizer_step
         deployment.ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
         return deployment.ledger.state()
@@ -528,8 +502,3 @@ class FakeEngine:
         if deployment.image is None:
             raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
         return deployment.image
-
-
-def _read(manifest: checkpoints.Manifest, file: str, name: str) -> Float32Array:
-    tensor: Float32Array = load_file(manifest.directory / file)[name]
-    return tensor

@@ -50,7 +50,7 @@ ON_TRACES = {
     "placement: variation unknown": Lever(Policy(correct_variation=False), decided="variation kept"),
     "placement: no backfill": Lever(placement={"backfill": False}, decided="backfill kept"),
     "consolidated tails off": Lever(
-        placement={"consolidate": False}, decided="simulated only: the worker cannot do it yet"
+        placement={"consolidate": False}, decided="kept: live jobs ask for it, `RolloutReplicas`"
     ),
 }
 
