@@ -217,7 +217,9 @@ async def test_rollouts_that_died_when_their_version_was_gone_say_so_and_take_th
         both.rollout_worker.die()
         await both.rejoin(both.rollout_worker)
         await both.work()
-        assert both.leader.core.ledger.models[both.rollouts.model_id].state is ModelState.STATE_LOST
+        lost = both.leader.core.ledger.models[both.rollouts.model_id]
+        assert lost.state is ModelState.STATE_LOST
+        assert lost.message.endswith("Pull a policy's weights, or load the base, to go on")
         pull, generated = await both.pull(), await both.generate()
         await both.work()
         assert both.state(pull) is both.state(generated) is CallState.SUCCEEDED
@@ -269,7 +271,7 @@ async def test_a_pull_hears_that_its_source_was_lost_where_nothing_else_moves() 
         await both.work()
         assert both.model(both.policy).state is ModelState.STATE_LOST
         assert (both.state(pull), both.leader.call(pull).reason) == (CallState.FAILED, CallReason.VERSION_GONE)
-        with pytest.raises(FailedPrecondition, match="model policy: the training state"):
+        with pytest.raises(FailedPrecondition, match="model policy: the state at sequence"):
             await both.pull()
 
 

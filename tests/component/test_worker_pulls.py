@@ -114,6 +114,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_pull, "_FIRST_PAUSE_S", 0.005)
     monkeypatch.setattr(weight_pull, "_LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(weight_pull, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(weight_pull, "UNANSWERED_PATIENCE_S", 600.0)
 
 
 async def test_a_torn_stream_is_asked_for_again_from_its_beginning(tmp_path: Path, given: Given) -> None:
@@ -140,6 +141,22 @@ async def test_a_peer_that_stays_dead_costs_nothing_but_the_pull(
         assert await sampled(c, "rollouts", 0) == before
         peer.answers.clear()
         await c.orders.ok(run_call=pull(address, given.version))
+        assert await sampled(c, "rollouts", 1) == given.sampled
+
+
+async def test_where_nobody_answers_the_controller_soon_hears_so(
+    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows when the source's worker is back, and at which address; a source that answers is waited for longer."""
+    monkeypatch.setattr(weight_pull, "UNANSWERED_PATIENCE_S", 0.1)
+    async with with_peer(tmp_path, given, *[1] * 30) as (c, peer, address):
+        await c.orders.ok(run_call=pull(address, given.version))
+        assert peer.asked == 31
+        peer.answers += [grpc.StatusCode.UNAVAILABLE] * 100
+        report = await c.orders.do(run_call=pull(address, given.version, 2))
+        assert reason(report) == "PULL_FAILED"
+        assert "nobody answers" in report.finished.error.message
+        await c.orders.ok(swap_weights=swap("rollouts"))
         assert await sampled(c, "rollouts", 1) == given.sampled
 
 

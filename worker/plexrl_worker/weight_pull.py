@@ -45,6 +45,8 @@ _log = structlog.get_logger(__name__)
 
 PATIENCE_S = 10.0
 """A source that cannot be had is asked again for so long after the first time."""
+UNANSWERED_PATIENCE_S = 2.0
+"""The same where nobody answers at its address: the controller knows when its worker is back, and where."""
 _REFUSALS = (StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED, StatusCode.PERMISSION_DENIED)
 """What a peer says that will say it again: it is of an older version, or has another token."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -52,6 +54,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 class _Again(Exception):
     """The source cannot be had now, or the stream broke: why."""
+
+
+class _Unanswered(_Again):
+    """Nobody is at its address."""
 
 
 class WeightPuller:
@@ -121,14 +127,16 @@ class WeightPuller:
         """Has the bytes land; asks again for a while where the source cannot be had."""
         async with channel.open_channel(self._settings, source.address) as to_peer:
             stub = worker_pb2_grpc.WeightServiceStub(to_peer)
-            until_s, pause_s = 0.0, _FIRST_PAUSE_S
+            began_s, answered_s, pause_s = 0.0, 0.0, _FIRST_PAUSE_S
             while True:
                 try:
                     return await self._fetch_once(stub, source, deployment, landing, progress)
                 except _Again as reason:
                     now_s = time.monotonic()
-                    until_s = until_s or now_s + PATIENCE_S
-                    if now_s + pause_s > until_s:
+                    began_s = began_s or now_s
+                    if not answered_s or not isinstance(reason, _Unanswered):
+                        answered_s = now_s
+                    if now_s + pause_s > min(began_s + PATIENCE_S, answered_s + UNANSWERED_PATIENCE_S):
                         raise PullFailed(
                             f"version {source.weights_version} of model {source.model_id} could not be had from "
                             f"{source.address}: {reason}"
@@ -160,7 +168,7 @@ class WeightPuller:
                     done += len(part.data)
                     progress(done, header.size_bytes)
         except aio.AioRpcError as error:
-            raise _of_peer(error, source) from error
+            raise _of_peer(error, source, answered=header is not None) from error
         if header is None or done != header.size_bytes:
             raise _Again(f"the stream ended after {done} bytes")
         return port.ParkedComponent(Component.ROLLOUT_WEIGHTS, header.checksum, header.is_zero)
@@ -247,12 +255,14 @@ def _check(header: w.WeightsHeader, source: w.WeightSource, deployment: Deployme
         )
 
 
-def _of_peer(error: aio.AioRpcError, source: w.WeightSource) -> WorkerError | _Again:
-    """What a peer's answer means for the pull."""
+def _of_peer(error: aio.AioRpcError, source: w.WeightSource, *, answered: bool) -> WorkerError | _Again:
+    """What a peer's answer means for the pull, or that there is none."""
     reason, said = reason_of(error), error.details() or error.code().name
     if reason == "VERSION_GONE":
         return VersionGone(f"{source.address} answers: {said}")
     if error.code() in _REFUSALS:
         return PullRefused(f"{source.address} answers {error.code().name}: {said}")
+    if reason == StatusCode.UNAVAILABLE.name and not answered:
+        return _Unanswered(f"nobody answers: {said}")
     # What is lost or absent there says nothing of the model here: it is not named as its own fate would be.
     return _Again(f"it answers {error.code().name} {reason}: {said}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from google.rpc import code_pb2
 
 from plexrl import wire
+from plexrl.v1 import model_pb2
 from plexrl_controller.dispatch.facts import ModelCalls
 from plexrl_controller.dispatch.ledger import Batch, Ledger
 from plexrl_controller.dispatch.restore import replays_after, restore_points, shorten_log, what_is_left
@@ -154,13 +155,12 @@ def give_up_state(batch: Batch, model: Model, cause: str) -> None:
     # What its worker was told to build is void: a load_checkpoint that comes has it build anew.
     for volatile in (ledger.deploying, ledger.recoveries, ledger.host_images):
         volatile.pop(model.model_id, None)
-    left = "; ".join(f"{name}: {ids}" for name, ids in what_is_left(ledger, model).items())
     lost = batch.transition(
         model,
         ModelEvent.LOSE_STATE,
         failed_sequence=model.due_sequence,
-        message=f"the training state at sequence {model.applied_sequence} was lost: {cause}. "
-        f"Load a checkpoint (or the base) to go on. {left or 'No checkpoint or snapshot is left'}",
+        message=f"the state at sequence {model.applied_sequence} was lost: {cause}. "
+        f"{_way_back(model)}{_left(ledger, model)}",
     )
     shorten_log(batch, lost, lost.applied_sequence + 1)
 
@@ -201,9 +201,24 @@ def _lose_again(batch: Batch, model: Model, load: Call) -> None:
         model,
         ModelEvent.LOSE_STATE,
         failed_sequence=load.sequence,
-        message=f"the training state was lost, and load_checkpoint at sequence {load.sequence} ended as "
-        f"{load.state.name}. Load a checkpoint (or the base) to go on",
+        message=f"the state was lost, and load_checkpoint at sequence {load.sequence} ended as {load.state.name}. "
+        f"{_way_back(model)}",
     )
+
+
+def _way_back(model: Model) -> str:
+    """What its client can do about a lost state."""
+    if model.role == model_pb2.MODEL_ROLE_ROLLOUT:
+        return "Pull a policy's weights, or load the base, to go on"
+    return "Load a checkpoint (or the base) to go on"
+
+
+def _left(ledger: Ledger, model: Model) -> str:
+    """Of what it could load there; rollouts load none of it."""
+    if model.role == model_pb2.MODEL_ROLE_ROLLOUT:
+        return ""
+    left = "; ".join(f"{name}: {ids}" for name, ids in what_is_left(ledger, model).items())
+    return f". {left or 'No checkpoint or snapshot is left'}"
 
 
 def _end_calls_of_model(batch: Batch, model: Model) -> None:
