@@ -65,6 +65,24 @@ def test_tokens_prints_the_secret_alone(capsys: pytest.CaptureFixture[str]) -> N
     assert "token-1" in printed.err
 
 
+def test_tokens_can_be_found_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokens", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["token-1", "alice", "research", "tenant"]
+
+
+@pytest.mark.parametrize("worker", ["here-0", "worker-1"])
+def test_a_worker_is_cordoned_by_name_or_id(worker: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cordon", worker]) == 0
+    assert capsys.readouterr().out == "here-0 is cordoned\n"
+    assert main(["uncordon", worker]) == 0
+    assert capsys.readouterr().out == "here-0 is ready\n"
+
+
+def test_cordon_of_a_worker_that_is_not_there_lists_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cordon", "here-9"]) == 1
+    assert capsys.readouterr().err == "plexrl: no worker 'here-9': there are here-0\n"
+
+
 def test_timeline_has_a_process_per_worker_and_a_track_per_job(
     controller: FakeController, work: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

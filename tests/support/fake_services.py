@@ -317,8 +317,27 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
-        worker = admin_pb2.Worker(worker_id="worker-1", name="here-0", state=admin_pb2.WORKER_STATE_READY)
-        return admin_pb2.ListWorkersResponse(workers=[worker])
+        return admin_pb2.ListWorkersResponse(workers=[self._worker(admin_pb2.WORKER_STATE_READY)])
+
+    def CordonWorker(self, request: admin_pb2.CordonWorkerRequest, context: grpc.ServicerContext) -> admin_pb2.Worker:
+        assert request.worker_id == "worker-1"
+        return self._worker(admin_pb2.WORKER_STATE_CORDONED)
+
+    def UncordonWorker(
+        self, request: admin_pb2.UncordonWorkerRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.Worker:
+        assert request.worker_id == "worker-1"
+        return self._worker(admin_pb2.WORKER_STATE_READY)
+
+    @staticmethod
+    def _worker(state: "admin_pb2.WorkerState.ValueType") -> admin_pb2.Worker:
+        return admin_pb2.Worker(worker_id="worker-1", name="here-0", state=state)
+
+    def ListTokens(
+        self, request: admin_pb2.ListTokensRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ListTokensResponse:
+        token = admin_pb2.Token(token_id="token-1", label="alice", tenant="research", role=admin_pb2.ROLE_TENANT)
+        return admin_pb2.ListTokensResponse(tokens=[token])
 
     def CreateToken(
         self, request: admin_pb2.CreateTokenRequest, context: grpc.ServicerContext

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from plexrl import errors
-from plexrl.cli import calls, demo, explain, jobs, simulate, timeline, tokens, up, waiting, workers
+from plexrl.cli import calls, cordon, demo, explain, jobs, simulate, timeline, tokens, up, waiting, workers
 
 # Exit statuses: 0 done, 1 an error that a message explains, 2 wrong usage (argparse), 130 interrupted.
 FAILED = 1
 INTERRUPTED = 130
 
-COMMANDS = (up, demo, jobs, workers, calls, explain, timeline, simulate, waiting, tokens)
+COMMANDS = (up, demo, jobs, workers, cordon, calls, explain, timeline, simulate, waiting, tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`plexrl tokens create` and `plexrl tokens revoke`: access for people, jobs and workers."""
+"""`plexrl tokens create`, `list` and `revoke`: access for people, jobs and workers."""
 
 import argparse
 
@@ -18,7 +18,7 @@ ROLES = {
 def add_parser(subparsers: options.Subparsers) -> None:
     """Adds `tokens` to the subcommands."""
     parser = subparsers.add_parser(
-        "tokens", help="create and revoke access tokens", description="Create and revoke access tokens."
+        "tokens", help="create, list and revoke access tokens", description="Create, list and revoke access tokens."
     )
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
@@ -28,14 +28,27 @@ def add_parser(subparsers: options.Subparsers) -> None:
     create.add_argument("--tenant", default="", help="whose jobs it reaches; required for role tenant")
     options.add_json_argument(create)
     options.add_connection_arguments(create)
+    listed = actions.add_parser("list", help="list the tokens that are not revoked, without their texts")
+    options.add_json_argument(listed)
+    options.add_connection_arguments(listed)
     revoke = actions.add_parser("revoke", help="revoke a token")
-    revoke.add_argument("token_id", metavar="TOKEN_ID", help="its id, as `create` printed it")
+    revoke.add_argument("token_id", metavar="TOKEN_ID", help="its id, as `create` printed it and `list` shows it")
     options.add_connection_arguments(revoke)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     with options.connection(args) as connection:
+        if args.action == "list":
+            tokens = connection.unary(connection.admin.ListTokens, a.ListTokensRequest()).tokens
+            if args.json:
+                options.show_json(tokens)
+            else:
+                rows = [
+                    [t.token_id, t.label, t.tenant, options.state_name(a.Role.Name(t.role), "ROLE_")] for t in tokens
+                ]
+                options.show_table(("TOKEN", "LABEL", "TENANT", "ROLE"), rows, "no tokens")
+            return 0
         if args.action == "revoke":
             # Not repeated when the reply is lost: the second try would say that there is no such token.
             connection.unary(

@@ -24,7 +24,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         options.show_json(workers)
         return 0
-    columns = ("WORKER", "NAME", "STATE", "ADDRESS", "DEVICE", "ON DEVICE|", "PARKED|", "MODELS|", "SERVES", "LABELS")
+    columns = (
+        "WORKER",
+        "NAME",
+        "STATE",
+        "ADDRESS",
+        "DEVICE",
+        "ON DEVICE|",
+        "PARKED|",
+        "MODELS|",
+        "SERVES",
+        "LABELS",
+        "MESSAGE",
+    )
     options.show_table(columns, [_row(worker) for worker in workers], "no workers: `plexrl up` starts some here")
     return 0
 
@@ -44,6 +56,7 @@ def _row(worker: a.Worker) -> list[str]:
         str(len(worker.deployments)),
         worker.serving_job_id or "-",
         " ".join(f"{key}={value}" for key, value in sorted(worker.labels.items())),
+        worker.message,
     ]
 
 

@@ -27,7 +27,7 @@ from plexrl.v1 import registry_pb2 as plexrl_dot_v1_dot_registry__pb2
 from plexrl.v1 import types_pb2 as plexrl_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15plexrl/v1/admin.proto\x12\tplexrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18plexrl/v1/registry.proto\x1a\x15plexrl/v1/types.proto\"\x8e\x03\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.plexrl.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12-\n\x06labels\x18\x05 \x03(\x0b\x32\x1d.plexrl.v1.Worker.LabelsEntry\x12\x33\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12\x1a\n\x12worker_incarnation\x18\x07 \x01(\x04\x12\x32\n\x0elast_sync_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0b\x64\x65ployments\x18\t \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12\x16\n\x0eserving_job_id\x18\n \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x12\x43reateTokenRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.plexrl.v1.Role\"6\n\x13\x43reateTokenResponse\x12\x10\n\x08token_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"\x15\n\x13RevokeTokenResponse\"\x14\n\x12ListWorkersRequest\"9\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.plexrl.v1.Worker\"(\n\x13\x43ordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x15UncordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"V\n\x14ListIntervalsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"E\n\x15ListIntervalsResponse\x12,\n\tintervals\x18\x01 \x03(\x0b\x32\x19.plexrl.v1.DeviceInterval*\xc4\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_CORDONED\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x18\n\x14WORKER_STATE_DRAINED\x10\x05\x12\x15\n\x11WORKER_STATE_LOST\x10\x06*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\x0f\n\x0bROLE_TENANT\x10\x02\x12\x0f\n\x0bROLE_VIEWER\x10\x03\x12\x0f\n\x0bROLE_WORKER\x10\x04\x32\xe4\x03\n\x0c\x41\x64minService\x12N\n\x0b\x43reateToken\x12\x1d.plexrl.v1.CreateTokenRequest\x1a\x1e.plexrl.v1.CreateTokenResponse\"\x00\x12N\n\x0bRevokeToken\x12\x1d.plexrl.v1.RevokeTokenRequest\x1a\x1e.plexrl.v1.RevokeTokenResponse\"\x00\x12N\n\x0bListWorkers\x12\x1d.plexrl.v1.ListWorkersRequest\x1a\x1e.plexrl.v1.ListWorkersResponse\"\x00\x12\x43\n\x0c\x43ordonWorker\x12\x1e.plexrl.v1.CordonWorkerRequest\x1a\x11.plexrl.v1.Worker\"\x00\x12G\n\x0eUncordonWorker\x12 .plexrl.v1.UncordonWorkerRequest\x1a\x11.plexrl.v1.Worker\"\x00\x12V\n\rListIntervals\x12\x1f.plexrl.v1.ListIntervalsRequest\x1a .plexrl.v1.ListIntervalsResponse\"\x00\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15plexrl/v1/admin.proto\x12\tplexrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18plexrl/v1/registry.proto\x1a\x15plexrl/v1/types.proto\"\x9f\x03\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.plexrl.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12-\n\x06labels\x18\x05 \x03(\x0b\x32\x1d.plexrl.v1.Worker.LabelsEntry\x12\x33\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x1d.plexrl.v1.WorkerCapabilities\x12\x1a\n\x12worker_incarnation\x18\x07 \x01(\x04\x12\x32\n\x0elast_sync_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0b\x64\x65ployments\x18\t \x03(\x0b\x32\x1b.plexrl.v1.DeploymentStatus\x12\x16\n\x0eserving_job_id\x18\n \x01(\t\x12\x0f\n\x07message\x18\x0b \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x12\x43reateTokenRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.plexrl.v1.Role\"6\n\x13\x43reateTokenResponse\x12\x10\n\x08token_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\"\x13\n\x11ListTokensRequest\"6\n\x12ListTokensResponse\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.plexrl.v1.Token\"W\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.plexrl.v1.Role\"&\n\x12RevokeTokenRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\"\x15\n\x13RevokeTokenResponse\"\x14\n\x12ListWorkersRequest\"9\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.plexrl.v1.Worker\"(\n\x13\x43ordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x15UncordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"V\n\x14ListIntervalsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"E\n\x15ListIntervalsResponse\x12,\n\tintervals\x18\x01 \x03(\x0b\x32\x19.plexrl.v1.DeviceInterval*\xc4\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_CORDONED\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x18\n\x14WORKER_STATE_DRAINED\x10\x05\x12\x15\n\x11WORKER_STATE_LOST\x10\x06*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\x0f\n\x0bROLE_TENANT\x10\x02\x12\x0f\n\x0bROLE_VIEWER\x10\x03\x12\x0f\n\x0bROLE_WORKER\x10\x04\x32\xb1\x04\n\x0c\x41\x64minService\x12N\n\x0b\x43reateToken\x12\x1d.plexrl.v1.CreateTokenRequest\x1a\x1e.plexrl.v1.CreateTokenResponse\"\x00\x12K\n\nListTokens\x12\x1c.plexrl.v1.ListTokensRequest\x1a\x1d.plexrl.v1.ListTokensResponse\"\x00\x12N\n\x0bRevokeToken\x12\x1d.plexrl.v1.RevokeTokenRequest\x1a\x1e.plexrl.v1.RevokeTokenResponse\"\x00\x12N\n\x0bListWorkers\x12\x1d.plexrl.v1.ListWorkersRequest\x1a\x1e.plexrl.v1.ListWorkersResponse\"\x00\x12\x43\n\x0c\x43ordonWorker\x12\x1e.plexrl.v1.CordonWorkerRequest\x1a\x11.plexrl.v1.Worker\"\x00\x12G\n\x0eUncordonWorker\x12 .plexrl.v1.UncordonWorkerRequest\x1a\x11.plexrl.v1.Worker\"\x00\x12V\n\rListIntervals\x12\x1f.plexrl.v1.ListIntervalsRequest\x1a .plexrl.v1.ListIntervalsResponse\"\x00\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,34 +36,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKER_LABELSENTRY']._loaded_options = None
   _globals['_WORKER_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=1049
-  _globals['_WORKERSTATE']._serialized_end=1245
-  _globals['_ROLE']._serialized_start=1247
-  _globals['_ROLE']._serialized_end=1342
+  _globals['_WORKERSTATE']._serialized_start=1232
+  _globals['_WORKERSTATE']._serialized_end=1428
+  _globals['_ROLE']._serialized_start=1430
+  _globals['_ROLE']._serialized_end=1525
   _globals['_WORKER']._serialized_start=119
-  _globals['_WORKER']._serialized_end=517
-  _globals['_WORKER_LABELSENTRY']._serialized_start=472
-  _globals['_WORKER_LABELSENTRY']._serialized_end=517
-  _globals['_CREATETOKENREQUEST']._serialized_start=519
-  _globals['_CREATETOKENREQUEST']._serialized_end=601
-  _globals['_CREATETOKENRESPONSE']._serialized_start=603
-  _globals['_CREATETOKENRESPONSE']._serialized_end=657
-  _globals['_REVOKETOKENREQUEST']._serialized_start=659
-  _globals['_REVOKETOKENREQUEST']._serialized_end=697
-  _globals['_REVOKETOKENRESPONSE']._serialized_start=699
-  _globals['_REVOKETOKENRESPONSE']._serialized_end=720
-  _globals['_LISTWORKERSREQUEST']._serialized_start=722
-  _globals['_LISTWORKERSREQUEST']._serialized_end=742
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=744
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=801
-  _globals['_CORDONWORKERREQUEST']._serialized_start=803
-  _globals['_CORDONWORKERREQUEST']._serialized_end=843
-  _globals['_UNCORDONWORKERREQUEST']._serialized_start=845
-  _globals['_UNCORDONWORKERREQUEST']._serialized_end=887
-  _globals['_LISTINTERVALSREQUEST']._serialized_start=889
-  _globals['_LISTINTERVALSREQUEST']._serialized_end=975
-  _globals['_LISTINTERVALSRESPONSE']._serialized_start=977
-  _globals['_LISTINTERVALSRESPONSE']._serialized_end=1046
-  _globals['_ADMINSERVICE']._serialized_start=1345
-  _globals['_ADMINSERVICE']._serialized_end=1829
+  _globals['_WORKER']._serialized_end=534
+  _globals['_WORKER_LABELSENTRY']._serialized_start=489
+  _globals['_WORKER_LABELSENTRY']._serialized_end=534
+  _globals['_CREATETOKENREQUEST']._serialized_start=536
+  _globals['_CREATETOKENREQUEST']._serialized_end=618
+  _globals['_CREATETOKENRESPONSE']._serialized_start=620
+  _globals['_CREATETOKENRESPONSE']._serialized_end=674
+  _globals['_LISTTOKENSREQUEST']._serialized_start=676
+  _globals['_LISTTOKENSREQUEST']._serialized_end=695
+  _globals['_LISTTOKENSRESPONSE']._serialized_start=697
+  _globals['_LISTTOKENSRESPONSE']._serialized_end=751
+  _globals['_TOKEN']._serialized_start=753
+  _globals['_TOKEN']._serialized_end=840
+  _globals['_REVOKETOKENREQUEST']._serialized_start=842
+  _globals['_REVOKETOKENREQUEST']._serialized_end=880
+  _globals['_REVOKETOKENRESPONSE']._serialized_start=882
+  _globals['_REVOKETOKENRESPONSE']._serialized_end=903
+  _globals['_LISTWORKERSREQUEST']._serialized_start=905
+  _globals['_LISTWORKERSREQUEST']._serialized_end=925
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=927
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=984
+  _globals['_CORDONWORKERREQUEST']._serialized_start=986
+  _globals['_CORDONWORKERREQUEST']._serialized_end=1026
+  _globals['_UNCORDONWORKERREQUEST']._serialized_start=1028
+  _globals['_UNCORDONWORKERREQUEST']._serialized_end=1070
+  _globals['_LISTINTERVALSREQUEST']._serialized_start=1072
+  _globals['_LISTINTERVALSREQUEST']._serialized_end=1158
+  _globals['_LISTINTERVALSRESPONSE']._serialized_start=1160
+  _globals['_LISTINTERVALSRESPONSE']._serialized_end=1229
+  _globals['_ADMINSERVICE']._serialized_start=1528
+  _globals['_ADMINSERVICE']._serialized_end=2089
 # @@protoc_insertion_point(module_scope)

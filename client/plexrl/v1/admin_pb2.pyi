@@ -130,6 +130,7 @@ class Worker(_message.Message):
     LAST_SYNC_TIME_FIELD_NUMBER: _builtins.int
     DEPLOYMENTS_FIELD_NUMBER: _builtins.int
     SERVING_JOB_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -142,6 +143,8 @@ class Worker(_message.Message):
     """Its life."""
     serving_job_id: _builtins.str
     """The job that it serves now, if any."""
+    message: _builtins.str
+    """Why the controller cannot send it orders; empty while it can, or has not tried yet."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels."""
@@ -171,10 +174,11 @@ class Worker(_message.Message):
         last_sync_time: _timestamp_pb2.Timestamp | None = ...,
         deployments: _abc.Iterable[_registry_pb2.DeploymentStatus] | None = ...,
         serving_job_id: _builtins.str = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "last_sync_time", b"last_sync_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "deployments", b"deployments", "labels", b"labels", "last_sync_time", b"last_sync_time", "name", b"name", "serving_job_id", b"serving_job_id", "state", b"state", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "deployments", b"deployments", "labels", b"labels", "last_sync_time", b"last_sync_time", "message", b"message", "name", b"name", "serving_job_id", b"serving_job_id", "state", b"state", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,6 +239,81 @@ class CreateTokenResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateTokenResponse: _TypeAlias = CreateTokenResponse  # noqa: Y015
+
+@_typing.final
+class ListTokensRequest(_message.Message):
+    """Lists tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTokensRequest: _TypeAlias = ListTokensRequest  # noqa: Y015
+
+@_typing.final
+class ListTokensResponse(_message.Message):
+    """The tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """By label."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTokensResponse: _TypeAlias = ListTokensResponse  # noqa: Y015
+
+@_typing.final
+class Token(_message.Message):
+    """An account."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.str
+    """Its id, for revoking."""
+    label: _builtins.str
+    """Whose it is. Those of the controller's and the workers' token files are called bootstrap-… and worker-…."""
+    tenant: _builtins.str
+    """Its tenant; empty where it has none."""
+    role: Global___Role.ValueType
+    """What it may do."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.str = ...,
+        label: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "role", b"role", "tenant", b"tenant", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
 class RevokeTokenRequest(_message.Message):

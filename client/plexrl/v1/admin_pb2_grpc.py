@@ -43,6 +43,11 @@ class AdminServiceStub(object):
                 request_serializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenRequest.SerializeToString,
                 response_deserializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenResponse.FromString,
                 _registered_method=True)
+        self.ListTokens = channel.unary_unary(
+                '/plexrl.v1.AdminService/ListTokens',
+                request_serializer=plexrl_dot_v1_dot_admin__pb2.ListTokensRequest.SerializeToString,
+                response_deserializer=plexrl_dot_v1_dot_admin__pb2.ListTokensResponse.FromString,
+                _registered_method=True)
         self.RevokeToken = channel.unary_unary(
                 '/plexrl.v1.AdminService/RevokeToken',
                 request_serializer=plexrl_dot_v1_dot_admin__pb2.RevokeTokenRequest.SerializeToString,
@@ -80,6 +85,13 @@ class AdminServiceServicer(object):
     def CreateToken(self, request, context):
         """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
         of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokens(self, request, context):
+        """Lists the tokens that are not revoked, without their texts, which nobody has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +139,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CreateToken,
                     request_deserializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenRequest.FromString,
                     response_serializer=plexrl_dot_v1_dot_admin__pb2.CreateTokenResponse.SerializeToString,
+            ),
+            'ListTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokens,
+                    request_deserializer=plexrl_dot_v1_dot_admin__pb2.ListTokensRequest.FromString,
+                    response_serializer=plexrl_dot_v1_dot_admin__pb2.ListTokensResponse.SerializeToString,
             ),
             'RevokeToken': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeToken,
@@ -185,6 +202,33 @@ class AdminService(object):
             '/plexrl.v1.AdminService/CreateToken',
             plexrl_dot_v1_dot_admin__pb2.CreateTokenRequest.SerializeToString,
             plexrl_dot_v1_dot_admin__pb2.CreateTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/plexrl.v1.AdminService/ListTokens',
+            plexrl_dot_v1_dot_admin__pb2.ListTokensRequest.SerializeToString,
+            plexrl_dot_v1_dot_admin__pb2.ListTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class AdminServiceStub:
     """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
     of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
     """
+    ListTokens: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTokensRequest, _admin_pb2.ListTokensResponse]
+    """Lists the tokens that are not revoked, without their texts, which nobody has."""
     RevokeToken: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeTokenRequest, _admin_pb2.RevokeTokenResponse]
     """Revokes a token. NOT_FOUND."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
@@ -65,6 +67,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
     of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
     """
+    ListTokens: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTokensRequest, _admin_pb2.ListTokensResponse]  # type: ignore[assignment]
+    """Lists the tokens that are not revoked, without their texts, which nobody has."""
     RevokeToken: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeTokenRequest, _admin_pb2.RevokeTokenResponse]  # type: ignore[assignment]
     """Revokes a token. NOT_FOUND."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -92,6 +96,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a token; its text is returned once and stored only as a hash. A tenant is what tokens name: the first token
         of a tenant makes it. INVALID_ARGUMENT: the names or the role. ALREADY_EXISTS: the label is in use.
         """
+
+    @_abc_1.abstractmethod
+    def ListTokens(
+        self,
+        request: _admin_pb2.ListTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListTokensResponse, _abc.Awaitable[_admin_pb2.ListTokensResponse]]:
+        """Lists the tokens that are not revoked, without their texts, which nobody has."""
 
     @_abc_1.abstractmethod
     def RevokeToken(

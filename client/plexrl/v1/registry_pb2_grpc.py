@@ -57,7 +57,8 @@ class RegistryServiceServicer(object):
 
     def Register(self, request, context):
         """Announces a worker's life and gets its identity and fences. A worker name that registers again gets a higher
-        incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry.
+        incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry. FAILED_PRECONDITION: a
+        worker of this name is connected and lives on another host; retry in case that this one replaces it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

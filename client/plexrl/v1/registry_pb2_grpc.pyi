@@ -38,7 +38,8 @@ class RegistryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]
     """Announces a worker's life and gets its identity and fences. A worker name that registers again gets a higher
-    incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry.
+    incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry. FAILED_PRECONDITION: a
+    worker of this name is connected and lives on another host; retry in case that this one replaces it.
     """
     Synchronize: _grpc.UnaryUnaryMultiCallable[_registry_pb2.SynchronizeRequest, _registry_pb2.SynchronizeResponse]
     """Renews the worker's lease: its state up, the desired state down. FAILED_PRECONDITION with STALE_INCARNATION: a newer
@@ -55,7 +56,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]  # type: ignore[assignment]
     """Announces a worker's life and gets its identity and fences. A worker name that registers again gets a higher
-    incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry.
+    incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry. FAILED_PRECONDITION: a
+    worker of this name is connected and lives on another host; retry in case that this one replaces it.
     """
     Synchronize: _aio.UnaryUnaryMultiCallable[_registry_pb2.SynchronizeRequest, _registry_pb2.SynchronizeResponse]  # type: ignore[assignment]
     """Renews the worker's lease: its state up, the desired state down. FAILED_PRECONDITION with STALE_INCARNATION: a newer
@@ -75,7 +77,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.RegisterResponse, _abc.Awaitable[_registry_pb2.RegisterResponse]]:
         """Announces a worker's life and gets its identity and fences. A worker name that registers again gets a higher
-        incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry.
+        incarnation, and everything of the older one is void. UNAVAILABLE: no leader yet; retry. FAILED_PRECONDITION: a
+        worker of this name is connected and lives on another host; retry in case that this one replaces it.
         """
 
     @_abc_1.abstractmethod

@@ -43,6 +43,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._core.commit(batch)
         return admin_pb2.CreateTokenResponse(token_id=token.token_id, token=secret)
 
+    async def ListTokens(self, request: admin_pb2.ListTokensRequest, context: Any) -> admin_pb2.ListTokensResponse:
+        """Lists the tokens that are not revoked."""
+        valid = [token for token in self._core.ledger.tokens.values() if not token.revoked]
+        return admin_pb2.ListTokensResponse(
+            tokens=[
+                admin_pb2.Token(
+                    token_id=token.token_id,
+                    label=token.label,
+                    tenant=token.tenant or "",
+                    role=admin_pb2.Role.ValueType(token.role),
+                )
+                for token in sorted(valid, key=lambda token: token.label)
+            ]
+        )
+
     async def RevokeToken(self, request: admin_pb2.RevokeTokenRequest, context: Any) -> admin_pb2.RevokeTokenResponse:
         """Revokes a token."""
         token = self._core.ledger.tokens.get(TokenId(request.token_id))

@@ -60,6 +60,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/plexrl.v1.PayloadService/PutPayload": R_WRITE,
     "/plexrl.v1.PayloadService/GetPayload": R_WRITE | R_WORKER,
     "/plexrl.v1.AdminService/CreateToken": R_ADMIN,
+    "/plexrl.v1.AdminService/ListTokens": R_ADMIN,
     "/plexrl.v1.AdminService/RevokeToken": R_ADMIN,
     "/plexrl.v1.AdminService/ListWorkers": R_ALL,
     "/plexrl.v1.AdminService/CordonWorker": R_ADMIN,

@@ -56,6 +56,7 @@ def _pending(core: Core, call: Call, name: str, now: float) -> tuple[str, Sequen
     worker = ledger.workers[model.worker_id]  # type: ignore[index]
     if not group.connected:
         text = f"worker {worker.name} is {worker.state.name} and not connected"
+        text += f": {group.trouble}" if group.trouble else ""
         return f"{name} {waited}: WORKER_UNAVAILABLE: {text}", ()
     view = group_view(ledger, worker.worker_id, now)
     why_not = why_waiting(view, call.job_id, now, core.policy)

@@ -271,6 +271,7 @@ def worker_message(core: Core, worker: Worker) -> admin_pb2.Worker:
             for model in models
         ],
         serving_job_id=group.serving or "",
+        message="" if group.connected else group.trouble,
     )
 
 

@@ -64,11 +64,12 @@ class Dispatcher:
         """A worker reported."""
         await self._recorder.record(worker_id, incarnation, reports)
 
-    def stream_closed(self, worker_id: WorkerId, incarnation: int) -> None:
+    def stream_closed(self, worker_id: WorkerId, incarnation: int, why: str = "") -> None:
         """Orders cannot be sent to a worker for now."""
         worker = self.core.ledger.workers.get(worker_id)
         if worker is not None and worker.incarnation == incarnation:
-            self.core.ledger.groups[worker_id].connected = False
+            group = self.core.ledger.groups[worker_id]
+            group.connected, group.trouble = False, why
 
     def _turn(self, worker_id: WorkerId) -> None:
         if worker_id not in self._cycles:

@@ -36,6 +36,8 @@ class GroupState:
     """Volatile facts about one worker group."""
 
     connected: bool = False
+    trouble: str = ""
+    """Why orders could not be sent when that was last tried."""
     stopping: bool = False
     """Its daemon was asked to stop: it gets no more calls, and its models are saved."""
     last_sync: float = 0.0

@@ -89,30 +89,35 @@ class GrpcTransport:
 
     async def _keep_connected(self, link: _Link) -> None:
         delay_s = RECONNECT_S[0]
+        told = ""
         while True:
+            why = f"{link.worker.address}: the connection was closed"
             try:
                 async with self._dial(link.worker.address) as channel:
                     link.channel = channel
                     await self._serve(link, channel)
                 delay_s = RECONNECT_S[0]
             except grpc.aio.AioRpcError as error:
-                _log.info(
-                    "worker_stream_broken", worker=link.worker.worker_id, code=error.code().name, detail=error.details()
-                )
+                why = f"{link.worker.address}: {error.code().name}: {error.details()}"
+                # Once for each cause: it is tried again every second.
+                log = _log.warning if why != told else _log.debug
+                log("worker_stream_broken", worker=link.worker.worker_id, name=link.worker.name, detail=why)
+                told = why
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
             except LeadershipLost:
                 return
             except ControllerError as error:
+                why = f"{link.worker.address}: {error.reason}: {error.message}"
                 # Another try may fare better, and the worker must not be lost for the want of one.
                 _log.error(
                     "worker_link_failed", worker=link.worker.worker_id, reason=error.reason, detail=error.message
                 )
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
             finally:
-                was_open, link.open, link.channel = link.open, False, None
+                link.open, link.channel = False, None
                 link.orders.clear()
-                if was_open and self.handler is not None:
-                    self.handler.stream_closed(link.worker.worker_id, link.worker.incarnation)
+                if self.handler is not None:
+                    self.handler.stream_closed(link.worker.worker_id, link.worker.incarnation, why)
             await asyncio.sleep(delay_s)
 
     def _dial(self, address: str) -> grpc.aio.Channel:

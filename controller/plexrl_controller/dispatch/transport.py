@@ -19,8 +19,8 @@ class ReportHandler(Protocol):
         """Reports, in order."""
         ...
 
-    def stream_closed(self, worker_id: WorkerId, incarnation: int) -> None:
-        """Orders cannot be sent until the stream opens again; the transport keeps trying."""
+    def stream_closed(self, worker_id: WorkerId, incarnation: int, why: str = "") -> None:
+        """Orders cannot be sent until the stream opens again, or for the first time; the transport keeps trying."""
         ...
 
 

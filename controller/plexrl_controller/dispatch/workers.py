@@ -45,6 +45,12 @@ async def register(core: Core, announcement: Announcement) -> Worker:
         core.ledger.groups[known.worker_id].last_sync = core.clock.now()
         core.transport.open(known)
         return known
+    if known is not None and _runs_elsewhere(core, known, announcement):
+        raise FailedPrecondition(
+            f"worker {known.name} runs at {known.address}: give the one at {announcement.address} another --name, "
+            "or stop that one if this one replaces it",
+            reason="WORKER_NAME_TAKEN",
+        )
     batch = core.batch()
     fields = {
         "address": announcement.address,
@@ -64,14 +70,24 @@ async def register(core: Core, announcement: Announcement) -> Worker:
         batch.insert(worker)
     else:
         core.transport.close(known.worker_id)
-        core.ledger.groups[known.worker_id].connected = False
-        core.ledger.groups[known.worker_id].stopping = False
+        group = core.ledger.groups[known.worker_id]
+        group.connected, group.trouble, group.stopping = False, "", False
         worker = batch.transition(known, WorkerEvent.REGISTER, incarnation=known.incarnation + 1, **fields)
     core.ledger.groups[worker.worker_id].last_sync = batch.now
     await core.commit(batch)
     _log.info("worker_registered", worker=worker.worker_id, name=worker.name, incarnation=worker.incarnation)
     core.transport.open(worker)
     return worker
+
+
+def _runs_elsewhere(core: Core, known: Worker, announcement: Announcement) -> bool:
+    """Whether two daemons on different machines have one name: each would end the other's life, and again.
+
+    On one machine a new life may well come before the lease of the one before has run out.
+    """
+    hosts = known.address.rpartition(":")[0], announcement.address.rpartition(":")[0]
+    alive = known.state is not WorkerState.LOST and core.clock.now() < lease_end(core, known)
+    return alive and hosts[0] != hosts[1] and core.ledger.groups[known.worker_id].connected
 
 
 async def synchronize(core: Core, request: registry_pb2.SynchronizeRequest) -> Worker:

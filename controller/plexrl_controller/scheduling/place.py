@@ -115,7 +115,9 @@ def place(view: ClusterView, request: PlacementRequest, policy: Policy) -> Place
         )
     if not view.groups and not any(node.free for node in view.nodes):
         return Refused(
-            "no worker has registered; start one with `plexrl-worker` or `plexrl up`", True, Blocker.NO_WORKER
+            "no worker has registered that could take it; `plexrl workers` lists those there are",
+            True,
+            Blocker.NO_WORKER,
         )
     taken: set[WorkerId] = set()
     wait_s = 0.0

@@ -1,0 +1,74 @@
+"""What an operator asks the controller about tokens and workers."""
+
+from typing import Any
+
+import pytest
+
+from plexrl.v1 import admin_pb2, registry_pb2
+from plexrl_controller.api.admin import AdminService
+from plexrl_controller.api.messages import worker_message
+from plexrl_controller.dispatch import limits, workers
+from plexrl_controller.domain.errors import FailedPrecondition
+from plexrl_controller.domain.records import Worker
+from tests.support.leader import Leader, running_leader
+
+NO_CONTEXT: Any = None
+
+
+async def register(leader: Leader, address: str, life_nonce: int) -> Worker:
+    """Another daemon comes under the name of the leader's worker."""
+    assert leader.worker_id is not None
+    name = leader.core.ledger.workers[leader.worker_id].name
+    life = workers.Announcement(name, address, {}, registry_pb2.WorkerCapabilities(), life_nonce, "0")
+    return await workers.register(leader.core, life)
+
+
+async def test_tokens_that_hold_are_listed_and_revoked_ones_are_not() -> None:
+    async with running_leader() as leader:
+        admin = AdminService(leader.core)
+        made = {}
+        for label in ("bob", "alice"):
+            request = admin_pb2.CreateTokenRequest(label=label, tenant="research", role=admin_pb2.ROLE_TENANT)
+            made[label] = (await admin.CreateToken(request, NO_CONTEXT)).token_id
+        listed = (await admin.ListTokens(admin_pb2.ListTokensRequest(), NO_CONTEXT)).tokens
+        assert [(token.label, token.token_id, token.tenant) for token in listed] == [
+            ("alice", made["alice"], "research"),
+            ("bob", made["bob"], "research"),
+        ]
+        await admin.RevokeToken(admin_pb2.RevokeTokenRequest(token_id=made["bob"]), NO_CONTEXT)
+        listed = (await admin.ListTokens(admin_pb2.ListTokensRequest(), NO_CONTEXT)).tokens
+        assert [token.label for token in listed] == ["alice"]
+
+
+async def test_a_worker_that_cannot_be_reached_says_why() -> None:
+    async with running_leader() as leader:
+        worker = leader.core.ledger.workers[await leader.join()]
+        assert worker_message(leader.core, worker).message == ""
+        leader.dispatcher.stream_closed(worker.worker_id, worker.incarnation, "node1:7410: connection refused")
+        assert worker_message(leader.core, worker).message == "node1:7410: connection refused"
+        leader.dispatcher.stream_closed(worker.worker_id, worker.incarnation - 1, "of an earlier life")
+        assert worker_message(leader.core, worker).message == "node1:7410: connection refused"
+
+
+async def test_a_daemon_on_another_host_does_not_take_a_name_that_is_in_use() -> None:
+    async with running_leader() as leader:
+        worker = leader.core.ledger.workers[await leader.join()]
+        host = worker.address.rpartition(":")[0]
+        with pytest.raises(FailedPrecondition, match="another --name"):
+            await register(leader, "elsewhere:7410", worker.life_nonce + 1)
+        assert leader.core.ledger.workers[worker.worker_id] == worker
+        # On its own host a daemon that starts again is the same worker, whatever its port is now.
+        again = await register(leader, f"{host}:1", worker.life_nonce + 1)
+        assert (again.worker_id, again.incarnation) == (worker.worker_id, worker.incarnation + 1)
+
+
+@pytest.mark.parametrize("gone", ["stream", "lease"])
+async def test_a_worker_whose_daemon_is_gone_may_move_to_another_host(gone: str) -> None:
+    async with running_leader() as leader:
+        worker = leader.core.ledger.workers[await leader.join()]
+        if gone == "stream":
+            leader.dispatcher.stream_closed(worker.worker_id, worker.incarnation)
+        else:
+            leader.clock.time += limits.WORKER_LEASE_S
+        moved = await register(leader, "elsewhere:7410", worker.life_nonce + 1)
+        assert (moved.worker_id, moved.address) == (worker.worker_id, "elsewhere:7410")
