@@ -64,7 +64,11 @@ class TestUnits:
         )
         assert [line for line in result.stderr.splitlines() if "plexrl" in line] == []
         wanted = re.findall(r"^(?:Wants|After)=.*", (tmp_path / "plexrl-worker@.service").read_text(), re.MULTILINE)
-        assert all("plexrl-device@%i.service" in line for line in wanted)
+        assert ["plexrl-device@%i.service" in line for line in wanted] == [True, True]
+        # It is the unit that is looked at, not its name alone.
+        (tmp_path / "plexrl-device@.service").write_text("[Service]\nTipe=oneshot\nExecStart=/bin/true\n")
+        result = run("systemd-analyze", "verify", "--man=no", worker, SYSTEMD_UNIT_PATH=f"{tmp_path}:")
+        assert "Tipe" in result.stderr
 
     def test_the_services_are_closed_to_what_they_do_not_need(self, unit: Path) -> None:
         threshold = MOST_EXPOSED[unit.name]
