@@ -1,16 +1,20 @@
-"""What an operator asks the controller about tokens and workers."""
+"""What an operator asks the controller about tokens, workers and jobs."""
 
 from typing import Any
 
 import pytest
 
-from plexrl.v1 import admin_pb2, registry_pb2
+from plexrl.v1 import admin_pb2, job_pb2, registry_pb2
 from plexrl_controller.api.admin import AdminService
+from plexrl_controller.api.jobs import JobService
 from plexrl_controller.api.messages import worker_message
-from plexrl_controller.dispatch import limits, workers
+from plexrl_controller.dispatch import jobs, limits, workers
 from plexrl_controller.domain.errors import FailedPrecondition
-from plexrl_controller.domain.records import Worker
+from plexrl_controller.domain.records import Job, Worker
+from plexrl_controller.store.memory import MemoryStore
+from tests.support import specs
 from tests.support.leader import Leader, running_leader
+from tests.support.worker_double import WorkerDouble
 
 NO_CONTEXT: Any = None
 
@@ -72,3 +76,35 @@ async def test_a_worker_whose_daemon_is_gone_may_move_to_another_host(gone: str)
             leader.clock.time += limits.WORKER_LEASE_S
         moved = await register(leader, "elsewhere:7410", worker.life_nonce + 1)
         assert (moved.worker_id, moved.address) == (worker.worker_id, "elsewhere:7410")
+
+
+async def test_what_a_job_used_is_known_after_it_ended_and_to_the_next_leader() -> None:
+    store, worker = MemoryStore(), WorkerDouble()
+    async with running_leader(store, worker) as old:
+        await old.join()
+        ended, running = await old.job("ended"), await old.job("running")
+        await old.submit(await old.model(ended), specs.generate())
+        await old.work()
+        of_ended = _durable(await _account(old, ended))
+        await jobs.finish_job(old.core, ended)
+        await old.submit(await old.model(running), specs.generate())
+        await old.work()
+        of_running = _durable(await _account(old, running))
+        for busy_s, *_, calls in (of_ended, of_running):
+            assert busy_s > 0
+            assert calls == 1
+        old.core.ledger.forget_job(ended.job_id)
+        assert _durable(await _account(old, ended)) == of_ended
+    async with running_leader(store, worker) as new:
+        assert _durable(await _account(new, running)) == of_running
+        listed = (await JobService(new.core).ListJobs(job_pb2.ListJobsRequest(), NO_CONTEXT)).jobs
+        assert {job.name: _durable(job.account) for job in listed} == {"running": of_running, "ended": of_ended}
+
+
+async def _account(leader: Leader, job: Job) -> job_pb2.JobAccount:
+    return (await JobService(leader.core).GetJob(job_pb2.GetJobRequest(job_id=job.job_id), NO_CONTEXT)).account
+
+
+def _durable(account: job_pb2.JobAccount) -> tuple[float, ...]:
+    """All but the waiting, which is counted since the controller leads."""
+    return account.busy_s, account.swap_s, account.hold_s, account.swaps, account.calls

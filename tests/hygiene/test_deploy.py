@@ -53,6 +53,23 @@ class TestUnits:
         result = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", unit)
         assert "WatchdogSeconds" in result.stderr
 
+    def test_a_workers_gpu_has_its_device_files_first(self, tmp_path: Path) -> None:
+        for name in ("plexrl-worker@.service", "plexrl-device@.service"):
+            text = (DEPLOY / "systemd" / name).read_text().replace(INSTALLED_PYTHON, sys.executable)
+            (tmp_path / name).write_text(text.replace("/usr/bin/nvidia-modprobe", "/bin/true"))
+        worker = tmp_path / "plexrl-worker@3.service"
+        worker.symlink_to("plexrl-worker@.service")
+        result = run(
+            "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", worker, SYSTEMD_UNIT_PATH=f"{tmp_path}:"
+        )
+        assert [line for line in result.stderr.splitlines() if "plexrl" in line] == []
+        wanted = re.findall(r"^(?:Wants|After)=.*", (tmp_path / "plexrl-worker@.service").read_text(), re.MULTILINE)
+        assert ["plexrl-device@%i.service" in line for line in wanted] == [True, True]
+        # It is the unit that is looked at, not its name alone.
+        (tmp_path / "plexrl-device@.service").write_text("[Service]\nTipe=oneshot\nExecStart=/bin/true\n")
+        result = run("systemd-analyze", "verify", "--man=no", worker, SYSTEMD_UNIT_PATH=f"{tmp_path}:")
+        assert "Tipe" in result.stderr
+
     def test_the_services_are_closed_to_what_they_do_not_need(self, unit: Path) -> None:
         threshold = MOST_EXPOSED[unit.name]
         result = run("systemd-analyze", "security", "--offline=yes", "--no-pager", f"--threshold={threshold}", unit)

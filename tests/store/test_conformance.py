@@ -323,6 +323,18 @@ class TestLoad:
         accounts = (await store.load()).accounts
         assert accounts == (Account(JobId("job-1"), busy_s=2.5, swap_s=0.5, hold_s=1.0, swaps=2),)
 
+    async def test_accounts_of_jobs_that_ended_can_be_read(self, store: Store) -> None:
+        ended, idle = make_job(2, state=JobState.FINISHED), make_job(3)
+        done = [make_call(n, state=CallState.SUCCEEDED, end_time=T0 + 1) for n in (1, 2)]
+        term = await seeded(store, ended, idle, *done, make_call(3))
+        await store.commit(term, Changes(intervals=(make_interval(T0, 9.0, IntervalKind.BUSY, job=2),)))
+        assert await store.accounts([JobId("job-1"), JobId("job-2"), JobId("job-3"), JobId("nobody")]) == {
+            "job-1": Account(JobId("job-1"), calls=2),
+            "job-2": Account(JobId("job-2"), busy_s=9.0),
+        }
+        assert await store.accounts([]) == {}
+        assert (await store.load()).accounts == (Account(JobId("job-1"), calls=2),)
+
 
 class TestListings:
     async def test_pages_join_up_newest_first(self, store: Store) -> None:

@@ -69,15 +69,15 @@ async def test_what_ended_long_ago_goes(store: Store) -> None:
 async def test_a_live_job_loses_its_history_only(store: Store) -> None:
     await with_history(store, ended=False)
     before = await store.load()
-    assert before.accounts == (Account(JobId("job-1"), busy_s=1.0),)
+    assert before.accounts == (Account(JobId("job-1"), busy_s=1.0, calls=1),)
     assert await store.prune(T0 + DAY_S) == 2
     assert await store.load() == before
     assert await store.events("call-1") == ()
     term = await store.acquire_term("next")
     await store.commit(term, Changes(intervals=(make_interval(T0 + 10, 2.0, IntervalKind.SWAP_IN),)))
-    assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1),)
+    assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1, calls=1),)
     await store.prune(T0 + DAY_S)
-    assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1),)
+    assert (await store.load()).accounts == (Account(JobId("job-1"), busy_s=1.0, swap_s=2.0, swaps=1, calls=1),)
 
 
 async def test_sessions_go_after_their_end_even_of_a_live_job(store: Store) -> None:

@@ -76,6 +76,8 @@ BIG = {"calls", "intervals", "events"}
         reads.TOMBSTONES,
         reads.LOGGED_CALLS,
         reads.ACCOUNTS,
+        reads.SUCCEEDED,
+        *reads.accounts_of([JobId("job-7"), JobId("job-9")]),
         reads.by_id(rows.CALL, "call-7"),
         reads.list_calls(None, None, Page(20)),
         reads.list_calls(None, None, NEXT),

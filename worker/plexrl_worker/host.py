@@ -462,13 +462,13 @@ class ModelHost:
                 touched.add(model_id)
                 if self.residency.device_gone(model_id):
                     deployment.parked, deployment.state_lost = None, True
-                    _log.warning("state_lost", model_id=model_id, applied_sequence=deployment.applied_sequence)
+                    _log.warning("state_lost", model=model_id, applied_sequence=deployment.applied_sequence)
         return touched
 
     def corrupt(self, deployment: Deployment, journal: Journal) -> None:
         """A model's parked state is not what was parked."""
         self.give_up_state(deployment, journal)
-        _log.warning("parked_state_corrupt", model_id=deployment.model_id)
+        _log.warning("parked_state_corrupt", model=deployment.model_id)
 
     def give_up_state(self, deployment: Deployment, journal: Journal) -> None:
         """No copy of a model's state may be used any more: its host image is damaged, or about to hold another."""

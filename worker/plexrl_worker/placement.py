@@ -162,7 +162,7 @@ class Placement:
             host.forget_kept(order.model_id)
             raise
         host.adopt(deployment, kept)
-        _log.info("state_adopted", model_id=order.model_id, applied_sequence=kept.facts.applied_sequence)
+        _log.info("state_adopted", model=order.model_id, applied_sequence=kept.facts.applied_sequence)
         return deployment.description()
 
     async def _declare(self, deployment: Deployment, journal: Journal) -> port.StateLayout:
@@ -187,4 +187,4 @@ class Placement:
                 try:
                     await self._host.load(model_id, journal, charged_to=charged_to)
                 except WorkerError as error:
-                    _log.warning("not_loaded_back", model_id=model_id, reason=error.reason, message=error.message)
+                    _log.warning("not_loaded_back", model=model_id, reason=error.reason, message=error.message)

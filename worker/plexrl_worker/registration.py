@@ -130,7 +130,7 @@ class Registration:
         self._lives.registered(answer.worker_id)
         _log.info(
             "registered",
-            worker_id=answer.worker_id,
+            worker=answer.worker_id,
             worker_incarnation=answer.worker_incarnation,
             leader_term=answer.leader_term,
         )

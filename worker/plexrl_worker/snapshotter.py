@@ -73,7 +73,7 @@ class Snapshotter:
             cpu_s = await self._in_thread(time.thread_time) - cpu_before_s
         write_s = time.monotonic() - started_s
         _log.info(
-            "snapshot_committed", model_id=order.model_id, sequence=state.applied_sequence, bytes=committed.size_bytes,
+            "snapshot_committed", model=order.model_id, sequence=state.applied_sequence, bytes=committed.size_bytes,
             device_s=round(device_s, 4), write_s=round(write_s, 3), cpu_s=round(cpu_s, 3),
         )  # fmt: skip
         return w.WrittenSnapshot(

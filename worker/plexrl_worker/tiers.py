@@ -267,7 +267,7 @@ class StateTiers:
                 except Interrupted:
                     continue
                 except StorageFailed as error:
-                    _log.error("write_back_failed", model_id=model_id, message=error.message)
+                    _log.error("write_back_failed", model=model_id, message=error.message)
                     break
 
     async def write_all(self) -> None:
@@ -283,7 +283,7 @@ class StateTiers:
                 async with self._moving(model_id) as stop:
                     await self._write(model_id, place, stop)
             except StorageFailed as error:
-                _log.error("state_not_kept", model_id=model_id, message=error.message)
+                _log.error("state_not_kept", model=model_id, message=error.message)
 
     def close(self) -> None:
         """Frees host memory; what is on disk stays for the next life."""
@@ -338,7 +338,7 @@ class StateTiers:
         place.prefetched = False
         self._release(model_id, place)
         self.counters.spills += 1
-        _log.info("state_spilled", model_id=model_id, size_bytes=place.layout.host_bytes)
+        _log.info("state_spilled", model=model_id, size_bytes=place.layout.host_bytes)
 
     async def _write(self, model_id: str, place: _Place, stop: Interrupt) -> None:
         assert place.image is not None

@@ -116,7 +116,7 @@ class WeightPuller:
             host.residency.loaded(deployment.model_id)
             host.image_holds(deployment, report.parked)
         _log.info(
-            "weights_pulled", model_id=deployment.model_id, source_model_id=source.model_id, address=source.address,
+            "weights_pulled", model=deployment.model_id, source_model=source.model_id, address=source.address,
             version=source.weights_version, bytes=report.bytes_moved, pull_s=round(time.monotonic() - started_s, 3),
         )  # fmt: skip
         return t.LoadCheckpointResult(weights_version=order.sequence, source_version=source.weights_version)

@@ -87,7 +87,7 @@ class JobAccount(_message.Message):
     calls: _builtins.int
     """Calls that succeeded."""
     wait_s: _builtins.float
-    """Seconds it had a call ready and none on a device, since this controller leads."""
+    """Seconds it had a call ready and none on a device, since this controller leads; 0 for a job that ended a while ago."""
     def __init__(
         self,
         *,

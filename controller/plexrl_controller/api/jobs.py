@@ -1,6 +1,7 @@
 """JobService: jobs, leases, and what a client needs to resume."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from plexrl.v1 import job_pb2, job_pb2_grpc, registry_pb2
@@ -106,16 +107,14 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.Job:
         """Reads one job."""
-        return messages.job_message(self._core, await self._any_job(request.job_id))
+        return (await self._messages([await self._any_job(request.job_id)]))[0]
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> job_pb2.ListJobsResponse:
         """Lists jobs, newest first."""
         page = Page(size=page_size(request.page_size), after=request.page_token or None)
         listing = await self._core.store.list_jobs(identity().scope, request.live_only, page)
         newest = [self._core.ledger.jobs.get(job.job_id, job) for job in listing.items]
-        return job_pb2.ListJobsResponse(
-            jobs=[messages.job_message(self._core, job) for job in newest], next_page_token=listing.next or ""
-        )
+        return job_pb2.ListJobsResponse(jobs=await self._messages(newest), next_page_token=listing.next or "")
 
     async def PutClientState(
         self, request: job_pb2.PutClientStateRequest, context: Any
@@ -125,6 +124,16 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         key = key_of(f"{job.job_id}/PutClientState", request)
         await jobs.put_client_state(self._core, key, job, request.client_state)
         return job_pb2.PutClientStateResponse()
+
+    async def _messages(self, listed: Sequence[Job]) -> list[job_pb2.Job]:
+        """Jobs with their accounts; of those that ended a while ago, or under another leader, the store has them."""
+        known = {
+            job.job_id: messages.job_message(self._core, job) for job in listed if job.job_id in self._core.ledger.jobs
+        }
+        stored = await self._core.store.accounts([job.job_id for job in listed if job.job_id not in known])
+        return [
+            known.get(job.job_id) or messages.job_message(self._core, job, stored.get(job.job_id)) for job in listed
+        ]
 
     def _find(self, request: job_pb2.AttachJobRequest) -> Job:
         if request.WhichOneof("job") == "name":

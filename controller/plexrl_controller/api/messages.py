@@ -17,6 +17,7 @@ from plexrl_controller.domain.errors import InvalidArgument
 from plexrl_controller.domain.ids import RequestId
 from plexrl_controller.domain.records import Call, Checkpoint, Interval, Job, Model, Session, Worker
 from plexrl_controller.domain.states import CallReason, CallState
+from plexrl_controller.store.port import Account
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -93,9 +94,9 @@ def content_hash(request: Any) -> str:
     return hashlib.sha256(bare.SerializeToString(deterministic=True)).hexdigest()
 
 
-def job_message(core: Core, job: Job) -> job_pb2.Job:
-    """A job with its account."""
-    account, facts = core.ledger.account(job.job_id), core.ledger.facts.get(job.job_id)
+def job_message(core: Core, job: Job, stored: Account | None = None) -> job_pb2.Job:
+    """A job with its account: the leader's own, or, of a job that it no longer knows, the `stored` one."""
+    account, facts = stored or core.ledger.account(job.job_id), core.ledger.facts.get(job.job_id)
     return job_pb2.Job(
         job_id=job.job_id,
         tenant=job.tenant,
@@ -112,7 +113,7 @@ def job_message(core: Core, job: Job) -> job_pb2.Job:
             swap_s=account.swap_s,
             hold_s=account.hold_s,
             swaps=account.swaps,
-            calls=facts.calls_succeeded if facts is not None else 0,
+            calls=account.calls + (facts.calls_succeeded if facts is not None else 0),
             wait_s=facts.wait_s if facts is not None else 0.0,
         ),
         message=job.message,

@@ -1,7 +1,7 @@
 """The store's twin in memory, for tests and simulation: the same guards and answers, nothing on disk."""
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -150,6 +150,9 @@ class MemoryStore:
             lambda job: tenant in (None, job.tenant) and (_job_live(job) or not live_only),
         )
 
+    async def accounts(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Account]:
+        return {job_id: account for job_id, account in sorted(self._accounts().items()) if job_id in set(job_ids)}
+
     async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
         listing = newest_first(
             self._calls.values(), page, lambda call: tenant in (None, call.tenant) and job_id in (None, call.job_id)
@@ -280,6 +283,9 @@ class MemoryStore:
         accounts = dict(self._folded)
         for job_id, account in _accounts(self._intervals).items():
             accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
+        succeeded = Counter(call.job_id for call in self._calls.values() if call.state is CallState.SUCCEEDED)
+        for job_id, count in succeeded.items():
+            accounts[job_id] = replace(accounts.get(job_id, Account(job_id)), calls=count)
         return accounts
 
 

@@ -5,7 +5,7 @@ orders, results) only when `commit` has returned. So a commit has no business co
 somebody else wrote, and the leader must stop (LeadershipLost).
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -82,13 +82,14 @@ class LiveState:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Device seconds charged to a job, summed over its intervals."""
+    """Device seconds charged to a job, summed over its intervals, and how many of its calls succeeded."""
 
     job_id: JobId
     busy_s: float = 0.0
     swap_s: float = 0.0
     hold_s: float = 0.0
     swaps: int = 0
+    calls: int = 0
 
     def __add__(self, other: "Account") -> "Account":
         """The seconds of both, which are of the same job."""
@@ -98,6 +99,7 @@ class Account:
             self.swap_s + other.swap_s,
             self.hold_s + other.hold_s,
             self.swaps + other.swaps,
+            self.calls + other.calls,
         )
 
 
@@ -162,6 +164,10 @@ class Store(Protocol):
 
     async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
         """Jobs of a tenant (None: of all), newest first."""
+        ...
+
+    async def accounts(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Account]:
+        """What jobs in any state have used, by job; nothing of a job that has used nothing."""
         ...
 
     async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:

@@ -6,8 +6,9 @@ lifecycle and never decides what to write.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import asyncpg
@@ -79,7 +80,9 @@ class PostgresStore:
                 snapshots=await _all(snapshot, rows.SNAPSHOT, reads.SNAPSHOTS_OF_LIVE_MODELS),
                 tokens=await _all(snapshot, rows.TOKEN, reads.TOKENS),
                 requests=await _all(snapshot, rows.REQUEST, reads.REQUESTS),
-                accounts=await _accounts(snapshot),
+                accounts=tuple(
+                    (await _accounts(snapshot, reads.ACCOUNTS, reads.FOLDED_ACCOUNTS, reads.SUCCEEDED)).values()
+                ),
             )
 
     async def commit(self, term: int, changes: Changes) -> None:
@@ -142,6 +145,14 @@ class PostgresStore:
 
     async def list_jobs(self, tenant: Tenant | None, live_only: bool, page: Page) -> Listing[Job]:
         return await self._page(rows.JOB, page, reads.list_jobs(tenant, live_only, page))
+
+    async def accounts(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Account]:
+        if not job_ids:
+            return {}
+        async with _translated(), self._engine.connect() as connection:
+            # One moment for all three: pruning moves seconds from the first to the second.
+            snapshot = await connection.execution_options(isolation_level="REPEATABLE READ")
+            return await _accounts(snapshot, *reads.accounts_of(job_ids))
 
     async def list_calls(self, tenant: Tenant | None, job_id: JobId | None, page: Page) -> Listing[Call]:
         return await self._page(rows.CALL, page, reads.list_calls(tenant, job_id, page), absent=reads.BULK_FIELDS)
@@ -358,14 +369,18 @@ async def _insert(writer: _WriterConnection, sql: str, codec: RowCodec[Any], rec
         await writer.execute(sql, row_tuples(codec.fields, records, writer.columns[codec.table.name]))
 
 
-async def _accounts(connection: AsyncConnection) -> tuple[Account, ...]:
-    """Of live jobs: what stands in intervals, and what was folded out of them."""
+async def _accounts(
+    connection: AsyncConnection, seconds: Select[Any], folded: Select[Any], succeeded: Select[Any]
+) -> dict[JobId, Account]:
+    """What stands in intervals, what was folded out of them, and the calls that succeeded; ordered by job."""
     accounts: dict[JobId, Account] = {}
-    for query in (reads.ACCOUNTS, reads.FOLDED_ACCOUNTS):
+    for query in (seconds, folded):
         for job_id, busy_s, swap_s, hold_s, swaps in await connection.execute(query):
             account = Account(job_id, float(busy_s), float(swap_s), float(hold_s), swaps)
             accounts[job_id] = accounts.get(job_id, Account(job_id)) + account
-    return tuple(accounts[job_id] for job_id in sorted(accounts))
+    for job_id, count in await connection.execute(succeeded):
+        accounts[job_id] = replace(accounts.get(job_id, Account(job_id)), calls=count)
+    return {job_id: accounts[job_id] for job_id in sorted(accounts)}
 
 
 async def _all(

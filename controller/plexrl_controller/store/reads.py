@@ -1,11 +1,12 @@
 """The store's queries. Each goes by an index; `tests/store/test_query_plans.py` holds them to it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Select, case, func, not_, or_, select, tuple_
 
 from plexrl_controller.domain.ids import JobId, ModelId, Tenant
-from plexrl_controller.domain.states import IntervalKind
+from plexrl_controller.domain.states import CallState, IntervalKind
 from plexrl_controller.lifecycle import calls as call_life
 from plexrl_controller.store import rows
 from plexrl_controller.store.paging import decode_page
@@ -81,7 +82,7 @@ def _seconds(kind: IntervalKind) -> Any:
     return func.sum(nanoseconds) / 1e9
 
 
-ACCOUNTS = (
+_ACCOUNTS = (
     select(
         intervals.c.job_id,
         _seconds(IntervalKind.BUSY).label("busy_s"),
@@ -91,12 +92,25 @@ ACCOUNTS = (
         .filter(intervals.c.kind.in_([IntervalKind.SWAP_IN.name, IntervalKind.SWAP_OUT.name]))
         .label("swaps"),
     )
-    .join(jobs, jobs.c.job_id == intervals.c.job_id)
-    .where(jobs.c.live)
     .group_by(intervals.c.job_id)
     .order_by(intervals.c.job_id)
 )
-FOLDED_ACCOUNTS = select(folded_accounts).join(jobs, jobs.c.job_id == folded_accounts.c.job_id).where(jobs.c.live)
+_FOLDED_ACCOUNTS = select(folded_accounts)
+_SUCCEEDED = (
+    select(calls.c.job_id, func.count()).where(calls.c.state == CallState.SUCCEEDED.name).group_by(calls.c.job_id)
+)
+ACCOUNTS = _ACCOUNTS.join(jobs, jobs.c.job_id == intervals.c.job_id).where(jobs.c.live)
+FOLDED_ACCOUNTS = _FOLDED_ACCOUNTS.join(jobs, jobs.c.job_id == folded_accounts.c.job_id).where(jobs.c.live)
+SUCCEEDED = _SUCCEEDED.join(jobs, jobs.c.job_id == calls.c.job_id).where(jobs.c.live)
+
+
+def accounts_of(job_ids: Sequence[JobId]) -> tuple[Select[Any], Select[Any], Select[Any]]:
+    """What ACCOUNTS, FOLDED_ACCOUNTS and SUCCEEDED tell of live jobs, of the jobs given."""
+    return (
+        _ACCOUNTS.where(intervals.c.job_id.in_(job_ids)),
+        _FOLDED_ACCOUNTS.where(folded_accounts.c.job_id.in_(job_ids)),
+        _SUCCEEDED.where(calls.c.job_id.in_(job_ids)),
+    )
 
 
 def by_id(codec: RowCodec[Any], record_id: str) -> Select[Any]:
