@@ -128,7 +128,7 @@ def table_1(traces: list[Trace], reps: int, runner: Runner) -> list[Row]:
     return rows
 
 
-MARGINS = (0.0, 1 / 6, 1 / 3, 2 / 3, 5 / 6)
+MARGINS = (0.0, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 11 / 12)
 
 
 def with_margin(trace: Trace, rep: int, margin: float) -> Mapping[str, float]:
