@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from plexrl_controller.dispatch.grpc_transport import GrpcTransport
 from plexrl_controller.domain.ids import Tenant, TokenId
 from plexrl_controller.domain.records import Token
 from plexrl_controller.domain.states import Role
-from plexrl_controller.payloads.by_url import open_payloads
+from plexrl_controller.payloads.by_url import open_payloads, require_payloads
 from plexrl_controller.settings import ServeSettings, read_secret
 from plexrl_controller.store.port import Changes, Store
 from plexrl_controller.store.postgres import PostgresStore
@@ -72,18 +73,21 @@ async def serve(settings: ServeSettings) -> int:
     """Runs until SIGTERM or SIGINT (0), or until it cannot go on (1: the supervisor starts a fresh one)."""
     store = PostgresStore(settings.database_url)
     try:
-        return await _lead(settings, store)
+        return await lead(settings, store)
     finally:
         await store.close()
 
 
-async def _lead(settings: ServeSettings, store: Store) -> int:
-    # All that can be wrong with this start comes before it takes the lead from a controller that is all right.
+async def lead(settings: ServeSettings, store: Store) -> int:
+    """As `serve`. What is wrong with this start is raised before it takes the lead from one that is all right."""
     worker_token = read_secret(settings.worker_token_file)
     admin_token = read_secret(settings.bootstrap_token_file) if settings.bootstrap_token_file is not None else None
-    payloads = await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes)
+    await require_payloads(settings.payload_url, settings.s3_endpoint)
     _check_port(settings.listen)
+    refuse_revoked(await store.tokens(), worker_token, admin_token)
     term = await store.acquire_term(f"{socket.gethostname()}:{os.getpid()}")
+    # Only now: it lists what is there and removes what is half written, and until now somebody else may have written.
+    payloads = await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes)
     writer = GroupWriter(store, term)
     transport = GrpcTransport(term, worker_token, _channel_credentials(settings))
     core = Core(
@@ -168,30 +172,43 @@ async def _until_stopped(dispatcher: Dispatcher, writer: GroupWriter) -> int:
     return code
 
 
+def refuse_revoked(known: Sequence[Token], worker_token: str, admin_token: str | None) -> None:
+    """Raises ValueError for a file's token that was revoked."""
+    wanted = {token.token_sha256: token.label for token in _of_files(worker_token, admin_token)}
+    for token in known:
+        if token.revoked and token.token_sha256 in wanted:
+            raise ValueError(f"the token of the file, {token.label}, was revoked: write a new one into it")
+
+
 async def ensure_tokens(store: Store, writer: GroupWriter, worker_token: str, admin_token: str | None) -> None:
     """Makes the tokens of the files known, and revokes those that the files held before: the files are the operator's
-    way in, and a new file shuts the old way. Raises ValueError for a token that was revoked.
+    way in, and a new file shuts the old way. Where there is no file of a kind, nothing of the kind is touched.
     """
-    wanted: list[tuple[str, str, Role, Tenant | None]] = [(token_sha256(worker_token), "worker", Role.WORKER, None)]
-    if admin_token is not None:
-        wanted.append((token_sha256(admin_token), "bootstrap", Role.ADMIN, DEFAULT_TENANT))
-    known = {token.token_sha256: token for token in (await store.load()).tokens}
-    missing, files = [], {sha256 for sha256, *_ in wanted}
-    for sha256, label, role, tenant in wanted:
-        if sha256 not in known:
-            missing.append(Token(TokenId(sha256[:32]), sha256, f"{label}-{sha256[:8]}", role, tenant))
-        elif known[sha256].revoked:
-            raise ValueError(f"the {label} token of the file was revoked: write a new one into it")
+    wanted = {token.token_sha256: token for token in _of_files(worker_token, admin_token)}
+    roles = {token.role for token in wanted.values()}
+    known = {token.token_sha256: token for token in await store.tokens()}
+    missing = [token for sha256, token in wanted.items() if sha256 not in known]
     # Of a file's token the id is made of its content; those that an admin makes have ids of their own.
     replaced = [
         replace(token, revoked=True, revision=token.revision + 1)
         for sha256, token in known.items()
-        if token.token_id == sha256[:32] and sha256 not in files and not token.revoked
+        if token.token_id == sha256[:32] and token.role in roles and sha256 not in wanted and not token.revoked
     ]
     if missing or replaced:
         await writer.commit(Changes(inserts=tuple(missing), updates=tuple(replaced)))
     for token in replaced:
         _log.info("replaced_token_revoked", token=token.token_id, label=token.label)
+
+
+def _of_files(worker_token: str, admin_token: str | None) -> list[Token]:
+    files: list[tuple[str, str, Role, Tenant | None]] = [(worker_token, "worker", Role.WORKER, None)]
+    if admin_token is not None:
+        files.append((admin_token, "bootstrap", Role.ADMIN, DEFAULT_TENANT))
+    return [
+        Token(TokenId(sha256[:32]), sha256, f"{label}-{sha256[:8]}", role, tenant)
+        for token, label, role, tenant in files
+        for sha256 in (token_sha256(token),)
+    ]
 
 
 def _check_port(listen: str) -> None:

@@ -63,7 +63,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     flag("chunk-s", "seconds after which a long call yields to jobs that wait", f"{Policy().chunk_s:g}")
     flag("tenant-device-hours", "device hours that each tenant may use a day; unlimited unless given")
     flag("worker-token-file", "file with the token that workers and controller show each other", required=True)
-    flag("bootstrap-token-file", "file with a token that gets role admin in tenant `default` at the start")
+    flag(
+        "bootstrap-token-file",
+        "file with a token that gets role admin in tenant `default` at the start; the same file for every controller",
+    )
     flag("tls-cert", "PEM certificate chain; required beyond loopback")
     flag("tls-key", "PEM private key of --tls-cert")
     flag("tls-ca", "PEM authorities that worker certificates must chain to (mutual TLS)")

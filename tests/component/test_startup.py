@@ -1,16 +1,23 @@
 """What is wrong with a start is said in a sentence, and before the start takes anything from who runs already."""
 
 import argparse
+import asyncio
 import shutil
 import socket
 import subprocess
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from plexrl_controller.__main__ import main as controller_main
 from plexrl_controller.api.auth import token_sha256
-from plexrl_controller.server import ensure_tokens
+from plexrl_controller.domain.errors import Unavailable
+from plexrl_controller.domain.ids import Tenant, TokenId
+from plexrl_controller.domain.records import Token
+from plexrl_controller.domain.states import Role
+from plexrl_controller.payloads.by_url import open_payloads, require_payloads
+from plexrl_controller.server import ensure_tokens, lead, refuse_revoked
 from plexrl_controller.settings import add_serve_arguments, read_secret, serve_settings
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.writer import GroupWriter
@@ -135,6 +142,50 @@ async def test_a_new_file_revokes_the_token_that_it_replaces() -> None:
     assert await valid() == {token_sha256(second), token_sha256(worker)}
     await ensure_tokens(store, writer, worker, second)
     assert await valid() == {token_sha256(second), token_sha256(worker)}
+    # A controller that was given no such file knows nothing of who may be admin.
+    await ensure_tokens(store, writer, worker, None)
+    assert await valid() == {token_sha256(second), token_sha256(worker)}
+    refuse_revoked(await store.tokens(), worker, second)
     with pytest.raises(ValueError, match="was revoked"):
-        await ensure_tokens(store, writer, worker, first)
+        refuse_revoked(await store.tokens(), worker, first)
     await writer.close()
+
+
+async def test_a_start_that_finds_out_later_that_it_cannot_serve_leaves_the_leaders_uploads_alone(
+    tmp_path: Path,
+) -> None:
+    url, begun, come = f"file://{tmp_path}/payloads", asyncio.Event(), asyncio.Event()
+    await require_payloads(url, None)
+    leader = await open_payloads(url, None, 10**9)
+
+    async def upload() -> AsyncIterator[bytes]:
+        yield b"a" * 100_000
+        begun.set()
+        await come.wait()
+        yield b"b" * 100_000
+
+    stored = asyncio.create_task(leader.put(Tenant("default"), upload()))
+    await begun.wait()
+    assert list((tmp_path / "payloads" / "partial").iterdir())
+    await require_payloads(url, None)
+    come.set()
+    assert (await stored).size_bytes == 200_000
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="no directory that this user can write"):
+        await require_payloads(f"file://{tmp_path}/file/payloads", None)
+
+
+async def test_a_revoked_token_is_found_before_the_lead_is_taken(required: list[str]) -> None:
+    class Seen(MemoryStore):
+        async def acquire_term(self, holder: str) -> int:
+            raise AssertionError("a start that cannot serve took the lead")
+
+        async def tokens(self) -> Sequence[Token]:
+            sha256 = token_sha256("t" * 64)
+            return [Token(TokenId(sha256[:32]), sha256, "worker-1", Role.WORKER, None, revoked=True)]
+
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser, {})
+    settings = serve_settings(parser.parse_args([*required, "--listen", "127.0.0.1:0"]))
+    with pytest.raises(ValueError, match="was revoked"):
+        await lead(settings, Seen())

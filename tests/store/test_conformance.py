@@ -77,6 +77,7 @@ class TestRecords:
             tokens=(make_token(),),
             requests=(make_request(),),
         )
+        assert await store.tokens() == (make_token(),)
         assert await store.get_job(JobId("job-1")) == make_job()
         assert await store.get_model(ModelId("model-1")) == make_model()
         assert await store.get_call(CallId("call-1")) == make_call()

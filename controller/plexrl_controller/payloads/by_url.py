@@ -1,10 +1,12 @@
 """The payload store that a URL names."""
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from plexrl_controller.domain.errors import Unavailable
 from plexrl_controller.payloads.directory import DirectoryPayloadStore
-from plexrl_controller.payloads.objects import ObjectPayloadStore, s3_store
+from plexrl_controller.payloads.objects import ObjectPayloadStore, require_objects, s3_store
 from plexrl_controller.payloads.port import PayloadStore
 
 
@@ -17,6 +19,20 @@ def check_payload_url(url: str, s3_endpoint: str | None) -> None:
         _directory(url)
     else:
         raise ValueError(f"{url}: want file:///directory or s3://bucket/prefix")
+
+
+async def require_payloads(url: str, s3_endpoint: str | None) -> None:
+    """Asks the storage whether it is there, and changes nothing in it: its leader may be at work.
+
+    Raises ValueError for another URL, Unavailable when it does not answer or cannot be written.
+    """
+    if urlsplit(url).scheme == "s3":
+        await require_objects(s3_store(url, s3_endpoint))
+        return
+    directory = _directory(url)
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise Unavailable(f"{url}: {nearest} is no directory that this user can write: see its owner and mode")
 
 
 async def open_payloads(url: str, s3_endpoint: str | None, tenant_quota_bytes: int) -> PayloadStore:

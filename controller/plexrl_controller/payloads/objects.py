@@ -55,6 +55,15 @@ def s3_store(url: str, endpoint: str | None) -> ObjectStore:
     )
 
 
+async def require_objects(objects: ObjectStore) -> None:
+    """Asks for one page of what is there. Raises Unavailable."""
+    try:
+        async for _ in obstore.list(objects, chunk_size=1):
+            return
+    except BaseError as error:
+        raise _unavailable(error) from error
+
+
 class ObjectPayloadStore(HeldPayloads):
     """Implements `PayloadStore`. Made by `open`."""
 

@@ -101,10 +101,13 @@ class MemoryStore:
                     key=lambda s: (s.model_id, s.slot),
                 )
             ),
-            tokens=tuple(sorted(self._tables[Token].values(), key=record_id)),
+            tokens=await self.tokens(),
             requests=tuple(sorted(self._requests.values(), key=lambda r: (r.create_time, r.scope, r.request_id))),
             accounts=tuple(account for job_id, account in sorted(self._accounts().items()) if job_id in live_jobs),
         )
+
+    async def tokens(self) -> Sequence[Token]:
+        return tuple(sorted(self._tables[Token].values(), key=record_id))
 
     async def commit(self, term: int, changes: Changes) -> None:
         if term != self._term:

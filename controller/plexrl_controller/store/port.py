@@ -135,6 +135,10 @@ class Store(Protocol):
         """Reads what a new leader needs."""
         ...
 
+    async def tokens(self) -> Sequence[Token]:
+        """All tokens, revoked ones too."""
+        ...
+
     async def commit(self, term: int, changes: Changes) -> None:
         """Writes `changes` durably, all or nothing.
 

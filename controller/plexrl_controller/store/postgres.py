@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from plexrl_controller.domain.errors import ControllerError, LeadershipLost, Unavailable
 from plexrl_controller.domain.ids import CallId, CheckpointId, JobId, ModelId, SessionId, Tenant
-from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model, Session
+from plexrl_controller.domain.records import Call, Checkpoint, Event, Interval, Job, Model, Session, Token
 from plexrl_controller.store import reads, retention, rows, statements
 from plexrl_controller.store.batch import RowWrites, coalesce
 from plexrl_controller.store.paging import encode_cursor
@@ -84,6 +84,10 @@ class PostgresStore:
                     (await _accounts(snapshot, reads.ACCOUNTS, reads.FOLDED_ACCOUNTS, reads.SUCCEEDED)).values()
                 ),
             )
+
+    async def tokens(self) -> Sequence[Token]:
+        async with _translated(), self._engine.connect() as connection:
+            return await _all(connection, rows.TOKEN, reads.TOKENS)
 
     async def commit(self, term: int, changes: Changes) -> None:
         writes = coalesce(changes)
