@@ -11,6 +11,7 @@ from plexrl_controller.api.messages import worker_message
 from plexrl_controller.dispatch import jobs, limits, workers
 from plexrl_controller.domain.errors import FailedPrecondition
 from plexrl_controller.domain.records import Job, Worker
+from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.store.memory import MemoryStore
 from tests.support import specs
 from tests.support.leader import Leader, running_leader
@@ -52,6 +53,26 @@ async def test_a_worker_that_cannot_be_reached_says_why() -> None:
         assert worker_message(leader.core, worker).message == "node1:7410: connection refused"
         leader.dispatcher.stream_closed(worker.worker_id, worker.incarnation - 1, "of an earlier life")
         assert worker_message(leader.core, worker).message == "node1:7410: connection refused"
+
+
+async def test_a_cordon_outlives_the_daemon_and_the_leader() -> None:
+    store, worker = MemoryStore(), WorkerDouble()
+    async with running_leader(store, worker) as leader:
+        worker_id = await leader.join()
+        admin = AdminService(leader.core)
+        await admin.CordonWorker(admin_pb2.CordonWorkerRequest(worker_id=worker_id), NO_CONTEXT)
+        worker.die()
+        await leader.join()
+        assert leader.core.ledger.workers[worker_id].state is WorkerState.CORDONED
+    async with running_leader(store, worker) as leader:
+        worker.die()
+        await leader.join()
+        assert leader.core.ledger.workers[worker_id].state is WorkerState.CORDONED
+        admin = AdminService(leader.core)
+        await admin.UncordonWorker(admin_pb2.UncordonWorkerRequest(worker_id=worker_id), NO_CONTEXT)
+        worker.die()
+        await leader.join()
+        assert leader.core.ledger.workers[worker_id].state is WorkerState.READY
 
 
 async def test_a_daemon_on_another_host_does_not_take_a_name_that_is_in_use() -> None:

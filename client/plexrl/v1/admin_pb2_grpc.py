@@ -112,7 +112,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CordonWorker(self, request, context):
-        """Stops placing models on a worker. FAILED_PRECONDITION: it is not READY.
+        """Stops placing models on a worker, until it is uncordoned: it may start again meanwhile. FAILED_PRECONDITION: it is
+        not READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

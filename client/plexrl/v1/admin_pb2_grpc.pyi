@@ -48,7 +48,9 @@ class AdminServiceStub:
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
     """Lists workers. Every role may."""
     CordonWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonWorkerRequest, _admin_pb2.Worker]
-    """Stops placing models on a worker. FAILED_PRECONDITION: it is not READY."""
+    """Stops placing models on a worker, until it is uncordoned: it may start again meanwhile. FAILED_PRECONDITION: it is
+    not READY.
+    """
     UncordonWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UncordonWorkerRequest, _admin_pb2.Worker]
     """Places models on a worker again. FAILED_PRECONDITION: it is not CORDONED."""
     ListIntervals: _grpc.UnaryStreamMultiCallable[_admin_pb2.ListIntervalsRequest, _admin_pb2.ListIntervalsResponse]
@@ -74,7 +76,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists workers. Every role may."""
     CordonWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonWorkerRequest, _admin_pb2.Worker]  # type: ignore[assignment]
-    """Stops placing models on a worker. FAILED_PRECONDITION: it is not READY."""
+    """Stops placing models on a worker, until it is uncordoned: it may start again meanwhile. FAILED_PRECONDITION: it is
+    not READY.
+    """
     UncordonWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UncordonWorkerRequest, _admin_pb2.Worker]  # type: ignore[assignment]
     """Places models on a worker again. FAILED_PRECONDITION: it is not CORDONED."""
     ListIntervals: _aio.UnaryStreamMultiCallable[_admin_pb2.ListIntervalsRequest, _admin_pb2.ListIntervalsResponse]  # type: ignore[assignment]
@@ -127,7 +131,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CordonWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Worker, _abc.Awaitable[_admin_pb2.Worker]]:
-        """Stops placing models on a worker. FAILED_PRECONDITION: it is not READY."""
+        """Stops placing models on a worker, until it is uncordoned: it may start again meanwhile. FAILED_PRECONDITION: it is
+        not READY.
+        """
 
     @_abc_1.abstractmethod
     def UncordonWorker(

@@ -88,11 +88,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def CordonWorker(self, request: admin_pb2.CordonWorkerRequest, context: Any) -> admin_pb2.Worker:
         """Stops placing models on a worker."""
-        return await self._move(request.worker_id, WorkerEvent.CORDON)
+        return await self._move(request.worker_id, WorkerEvent.CORDON, cordoned=True)
 
     async def UncordonWorker(self, request: admin_pb2.UncordonWorkerRequest, context: Any) -> admin_pb2.Worker:
         """Places models on a worker again."""
-        return await self._move(request.worker_id, WorkerEvent.UNCORDON)
+        return await self._move(request.worker_id, WorkerEvent.UNCORDON, cordoned=False)
 
     async def ListIntervals(
         self, request: admin_pb2.ListIntervalsRequest, context: Any
@@ -103,7 +103,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async for batch in self._core.store.intervals(identity().scope, job_id, since_unix_ns):
             yield admin_pb2.ListIntervalsResponse(intervals=[messages.interval_message(i) for i in batch])
 
-    async def _move(self, worker_id: str, event: WorkerEvent) -> admin_pb2.Worker:
+    async def _move(self, worker_id: str, event: WorkerEvent, *, cordoned: bool) -> admin_pb2.Worker:
         worker = self._core.ledger.worker(WorkerId(worker_id))
         if MACHINE.find(worker.state, event) is None:
             sources = " or ".join(sorted(s.name for s in MACHINE.sources_of(event)))
@@ -111,7 +111,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 f"worker {worker.name} is {worker.state.name}; {event.name.lower()} needs {sources}"
             )
         batch = self._core.batch()
-        batch.transition(worker, event)
+        batch.transition(worker, event, cordoned=cordoned)
         await self._core.commit(batch)
         return messages.worker_message(self._core, self._core.ledger.workers[worker.worker_id])
 

@@ -129,6 +129,8 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
     batch = core.batch()
     if worker.state is WorkerState.JOINING:
         worker = batch.transition(worker, WorkerEvent.OPEN_STREAM)
+        if worker.cordoned:
+            worker = batch.transition(worker, WorkerEvent.CORDON)
     await core.commit(batch)
     for model_id in ledger.models_of_worker[worker_id]:
         # What was under way is ordered again, once: from here on the group's turns order what is due.

@@ -175,6 +175,8 @@ class Worker:
     capabilities: bytes
     labels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
+    cordoned: bool = False
+    """An operator's word, which holds for the lives to come."""
     revision: int = 1
 
 

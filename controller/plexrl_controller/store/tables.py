@@ -264,6 +264,7 @@ workers = Table(
     Column("labels", JSONB, nullable=False),
     _text("version"),
     *_revision(),
+    Column("cordoned", Boolean, nullable=False, server_default=text("false")),
     comment="Worker daemons.",
 )
 
