@@ -246,7 +246,8 @@ def _credentials(tls: bool | Path) -> grpc.ChannelCredentials:
     except OSError as error:
         raise errors.ConfigurationError(f"cannot read the CA file {tls}: {error.strerror}") from error
     try:
-        ssl.create_default_context(cadata=authorities.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+        # Between its certificates a bundle may say whose they are, in any alphabet.
+        ssl.create_default_context(cadata=authorities.decode("ascii", errors="ignore"))
+    except ssl.SSLError as error:
         raise errors.ConfigurationError(f"the CA file {tls} holds no certificate: want PEM") from error
     return grpc.ssl_channel_credentials(root_certificates=authorities)

@@ -71,3 +71,9 @@ def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     with pytest.raises(plexrl.ConfigurationError, match="holds no certificate"):
         plexrl.connect("localhost:1", "secret", tls=tmp_path / "ca.pem")
+
+
+def test_a_bundle_may_say_whose_its_certificates_are(authority: Path, secure: FakeController, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes("# Autorité de la grappe\n".encode() + (authority / "ca.pem").read_bytes())
+    plexrl.connect(f"localhost:{secure.port}", secure.token, tls=bundle).close()

@@ -35,6 +35,8 @@ def main() -> int:
         sys.stderr.write(f"plexrl_worker: {error.message}\n")
         return 2
     except PermissionError as error:
+        if error.filename is None:
+            raise
         # A directory of another user's, most often; the traceback would say no more.
         sys.stderr.write(f"plexrl_worker: {error.filename}: {error.strerror}: see --state-dir and --checkpoint-dir\n")
         return 2

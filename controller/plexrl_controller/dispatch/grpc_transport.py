@@ -99,8 +99,8 @@ class GrpcTransport:
                 delay_s = RECONNECT_S[0]
             except grpc.aio.AioRpcError as error:
                 why = f"{link.worker.address}: {error.code().name}: {error.details()}"
-                # Once for each cause: it is tried again every second.
-                log = _log.warning if why != told else _log.debug
+                # Once for each cause and outage: it is tried again every second.
+                log = _log.warning if link.open or why != told else _log.debug
                 log("worker_stream_broken", worker=link.worker.worker_id, name=link.worker.name, detail=why)
                 told = why
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
