@@ -138,7 +138,7 @@ class Model:
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise errors.InvalidArgument("prompts: want token ids, not text: model.tokenize(texts) makes them")
-        if not 0 <= leave < len(prompts) * n:
+        if leave and not 0 <= leave < len(prompts) * n:
             raise errors.InvalidArgument(f"leave: {leave} of {len(prompts) * n} completions, want fewer than there are")
         # In place: a message that is built apart is copied into the one that it is part of.
         request = self._request(tags, timeout_s)

@@ -7,9 +7,11 @@ import hashlib
 import secrets
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -21,12 +23,12 @@ from plexrl.batch import Tokens
 from plexrl.functions import BoundFunction
 from plexrl.futures import CallFuture
 from plexrl.model import Model
-from plexrl.results import Completions
-from plexrl.rollout_pieces import Piece, left, stitched
-from plexrl.session import Session
+from plexrl.results import Completions, LoadCheckpoint
+from plexrl.rollout_pieces import Piece, Rest, left, stitched
+from plexrl.shared_session import SharedSession
 
-MAX_CONCURRENT = 64
-"""Most calls that a session has with its engine at a time."""
+MAX_RESTS = 64
+"""Calls at a time for what one replica left: lengths differ, and each has a call of its own."""
 
 
 class RolloutReplicas:
@@ -63,6 +65,7 @@ class RolloutReplicas:
         self.tail = tail
         self.leave = leave
         self.tail_only = tail_only
+        self.tail_sessions = tuple(SharedSession(model) for model in self.models[:tail])
         self._versions: dict[str, int] | None = {model.model_id: 0 for model in models}
         self._source_version = 0
         self._changed = threading.Condition()
@@ -81,16 +84,11 @@ class RolloutReplicas:
         """`model.pull_weights(policy)` on all replicas at once; returns the policy's version that all of them hold.
 
         Raises what a pull ended with, once all have ended, and FailedPrecondition when the policy was synced between
-        two of them, so that they differ: pull again. After a pull that did not succeed `resume()` its model first,
-        unless it said StateLost, which the next pull mends.
+        two of them, so that they differ: pull again.
         """
         with self._changing():
             self._versions = None
-            futures = [model.pull_weights.submit(policy, timeout_s=timeout_s) for model in self.models]
-            ended = [future.exception() for future in futures]
-            if (failure := next((error for error in ended if error is not None), None)) is not None:
-                raise failure
-            pulled = {model: future.result() for model, future in zip(self.models, futures, strict=True)}
+            pulled = self._pulled(policy, timeout_s)
             if len({result.source_version for result in pulled.values()}) > 1:
                 held = ", ".join(f"{model.name} version {result.source_version}" for model, result in pulled.items())
                 raise errors.FailedPrecondition(
@@ -99,6 +97,25 @@ class RolloutReplicas:
             self._versions = {model.model_id: result.weights_version for model, result in pulled.items()}
             self._source_version = next(iter(pulled.values())).source_version
             return self._source_version
+
+    def _pulled(self, policy: Model, timeout_s: float | None) -> dict[Model, LoadCheckpoint]:
+        futures: dict[Model, CallFuture[LoadCheckpoint]] = {}
+        failures: dict[Model, BaseException] = {}
+        for model in self.models:
+            try:
+                futures[model] = model.pull_weights.submit(policy, timeout_s=timeout_s)
+            except errors.PlexRLError as refused:
+                failures[model] = refused
+        failures |= {model: error for model, future in futures.items() if (error := future.exception()) is not None}
+        for model, error in failures.items():
+            error.add_note(f"in the pull of {model.name}")
+            if not isinstance(error, errors.StateLost):
+                # Nothing has been asked for behind it that it could have been needed for: the next pull may follow.
+                with suppress(errors.PlexRLError):
+                    model.resume()
+        for error in failures.values():
+            raise error
+        return {model: future.result() for model, future in futures.items()}
 
     def generate(
         self,
@@ -126,7 +143,7 @@ class RolloutReplicas:
         others by somebody else meanwhile. Raises the first error of a part; the others are cancelled then.
         timeout_s: of each call, of which a replica has one and a tail replica some more.
         """
-        if not prompts:
+        if len(prompts) == 0:
             raise errors.InvalidArgument("prompts: there are none; send at least one")
         if n < 1:
             raise errors.InvalidArgument(f"n: {n}, want at least 1")
@@ -230,23 +247,29 @@ class _Rollout:
     seed: int
     sampling: Mapping[str, Any]
     calls: _Calls = field(default_factory=_Calls)
-    sessions: list[Session] = field(default_factory=list)
 
     def sample(self) -> list[Piece]:
         """All of it. Raises the first error, when everything else has been cancelled."""
+        with ExitStack() as stack:
+            for session in self.replicas.tail_sessions:
+                stack.enter_context(session.used())
+            stack.enter_context(self.calls)
+            pieces = at_once(lambda index: self._part(index, self.parts[index]), list(self.parts))
+        return [piece for some in pieces for piece in some]
+
+    @cached_property
+    def parts(self) -> dict[int, list[int]]:
+        """Of each replica that has some, the numbers of its prompts."""
         given = self.replicas
         # Who has no part comes first.
         first = given.tail if given.tail_only else 0
         spread = np.array_split(np.arange(len(self.prompts)), len(given.models) - first)
-        parts = {first + index: part.tolist() for index, part in enumerate(spread) if part.size}
-        with ExitStack() as stack:
-            if any(self._leave(part) for index, part in parts.items() if index >= given.tail):
-                # With those of a tail replica's own calls, what others left runs together instead of after them.
-                for model in given.models[: given.tail]:
-                    self.sessions.append(stack.enter_context(model.session(max_concurrent=MAX_CONCURRENT, grace_s=0.0)))
-            stack.enter_context(self.calls)
-            pieces = at_once(lambda index: self._part(index, parts[index]), list(parts))
-        return [piece for some in pieces for piece in some]
+        return {first + index: part.tolist() for index, part in enumerate(spread) if part.size}
+
+    @cached_property
+    def leaves(self) -> bool:
+        """Whether anything is left to the tail replicas."""
+        return any(self._leave(part) for index, part in self.parts.items() if index >= self.replicas.tail)
 
     def _leave(self, part: Sequence[int]) -> int:
         return int(self.replicas.leave * len(part) * self.n)
@@ -262,17 +285,29 @@ class _Rollout:
             if leave:
                 begun_with = [self.prompts[number // self.n] for number in numbers]
                 rests = left(begun_with, numbers, call.result(), self.max_tokens)
-                tail = index % self.replicas.tail
-                going = [self._submit(tail, r.prompts, (r.numbers[0], 1), max_tokens=r.max_tokens) for r in rests]
-                pieces += [(rest.numbers, call.result()) for rest, call in zip(rests, going, strict=True)]
+                pieces += self._go_on(index % self.replicas.tail, rests)
         return pieces
+
+    def _go_on(self, tail: int, rests: Sequence[Rest]) -> Iterator[Piece]:
+        """What was left, at a tail replica."""
+        going: deque[tuple[Rest, CallFuture[Completions]]] = deque()
+        for rest in rests:
+            if len(going) == MAX_RESTS:
+                first, call = going.popleft()
+                yield first.numbers, call.result()
+            submitted = self._submit(tail, rest.prompts, (rest.numbers[0], 1), max_tokens=rest.max_tokens)
+            going.append((rest, submitted))
+        for rest, call in going:
+            yield rest.numbers, call.result()
 
     def _submit(
         self, index: int, prompts: Sequence[Tokens], piece: tuple[int, int], **arguments: int
     ) -> CallFuture[Completions]:
         """A call of a replica. piece: its first completion's number, and 1 if that goes on: no two draw alike."""
         model = self.replicas.models[index]
-        generate = self.sessions[index].generate if index < len(self.sessions) else model.generate
+        tails = self.replicas.tail_sessions
+        # With a tail replica's own calls, what others left runs together instead of after them.
+        generate = tails[index].generate if index < len(tails) and self.leaves else model.generate
         digest = hashlib.blake2b(struct.pack("<QIB", self.seed, *piece), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") & (2**63 - 1)
         version = self.versions[model.model_id]

@@ -198,6 +198,47 @@ def test_replicas_that_hold_different_weights_sample_nothing_until_all_have_been
     assert rollouts.generate(prompts(4), max_tokens=4).weights_version == 12
 
 
+def test_after_a_pull_that_failed_the_next_one_may_follow(controller: FakeController, job: Job, rote: ByRote) -> None:
+    """Whoever pulls again need not know which replica's sequence stands still."""
+    policy, several = job.model("policy", base=BASE), models(job, 2)
+    rollouts = plexrl.RolloutReplicas(several)
+
+    def gone(submit: call_pb2.SubmitCallRequest) -> t.CallResult | status_pb2.Status:
+        if submit.model_id == several[1].model_id:
+            controller.blocked.add(submit.model_id)
+            return status(code_pb2.FAILED_PRECONDITION, "VERSION_GONE", "the policy has gone on")
+        return rote(submit)
+
+    controller.execute = gone
+    with pytest.raises(plexrl.VersionGone) as failed:
+        rollouts.pull_weights(policy)
+    assert failed.value.__notes__ == [f"in the pull of {several[1].name}"]
+    controller.execute = rote
+    assert rollouts.pull_weights(policy) == 6
+    assert not controller.blocked
+
+
+def test_more_rollouts_at_once_than_a_model_may_have_sessions(controller: FakeController, job: Job) -> None:
+    """They share the tail's session, which is closed when the last of them has ended."""
+    several = models(job, 2)
+    rollouts = plexrl.RolloutReplicas(several, leave=0.5)
+    controller.holding = True
+    made: list[plexrl.Completions] = []
+    threads = [
+        threading.Thread(target=lambda: made.append(rollouts.generate(prompts(4), n=2, max_tokens=20)))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    controller.wait_for(lambda: len(controller.submits) == 24)
+    controller.release()
+    for thread in threads:
+        thread.join(30)
+    assert [len(completions) for completions in made] == [8] * 12
+    (session,) = controller.sessions.opened.values()
+    assert session.state == session_pb2.SESSION_STATE_CLOSED
+
+
 def test_an_error_of_one_part_cancels_the_others_and_is_what_is_raised(
     controller: FakeController, job: Job, rote: ByRote
 ) -> None:
@@ -288,6 +329,12 @@ def test_arguments_that_make_no_sense_are_refused(
     rollouts = plexrl.RolloutReplicas(models(job, 2))
     with pytest.raises(plexrl.InvalidArgument, match=says):
         rollouts.generate(**{"prompts": prompts(2), "max_tokens": 3} | arguments)  # type: ignore[arg-type]
+
+
+def test_prompts_may_be_an_array(job: Job) -> None:
+    several = models(job, 2)
+    made = plexrl.RolloutReplicas(several).generate(np.array(prompts(4)), max_tokens=3)  # type: ignore[arg-type]
+    assert len(made) == 4
 
 
 def test_generate_refuses_to_leave_what_it_does_not_have(job: Job) -> None:

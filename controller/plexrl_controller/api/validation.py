@@ -61,7 +61,7 @@ def _check_generate(spec: types_pb2.GenerateSpec) -> None:
             f"generate: {lengths.size} prompts x n={sampling.n} are more than "
             f"{limits.MAX_BATCH_SEQUENCES} completions; split it"
         )
-    if sampling.leave >= lengths.size * sampling.n:
+    if sampling.leave and sampling.leave >= lengths.size * sampling.n:
         raise InvalidArgument(
             f"sampling.leave: {sampling.leave} of {lengths.size * sampling.n} completions; want fewer than there are"
         )
