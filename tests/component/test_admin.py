@@ -9,7 +9,7 @@ from plexrl_controller.api.admin import AdminService
 from plexrl_controller.api.jobs import JobService
 from plexrl_controller.api.messages import worker_message
 from plexrl_controller.dispatch import jobs, limits, workers
-from plexrl_controller.domain.errors import FailedPrecondition
+from plexrl_controller.domain.errors import FailedPrecondition, Unavailable
 from plexrl_controller.domain.records import Job, Worker
 from plexrl_controller.domain.states import WorkerState
 from plexrl_controller.store.memory import MemoryStore
@@ -73,6 +73,16 @@ async def test_a_cordon_outlives_the_daemon_and_the_leader() -> None:
         worker.die()
         await leader.join()
         assert leader.core.ledger.workers[worker_id].state is WorkerState.READY
+
+
+async def test_a_model_that_finds_no_worker_is_told_which_and_why() -> None:
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        admin = AdminService(leader.core)
+        await admin.CordonWorker(admin_pb2.CordonWorkerRequest(worker_id=worker_id), NO_CONTEXT)
+        name = leader.core.ledger.workers[worker_id].name
+        with pytest.raises(Unavailable, match=rf"of 1 worker\(s\) 1 cannot take it for not ready: {name}: .*cordoned"):
+            await leader.model(await leader.job())
 
 
 async def test_a_daemon_on_another_host_does_not_take_a_name_that_is_in_use() -> None:

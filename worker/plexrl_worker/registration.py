@@ -169,7 +169,10 @@ class Registration:
         answer = await self._stub.Synchronize(request, metadata=self._metadata, timeout=limit_s)
         if answer.leader_term < self._fences.leader_term:
             # Of a controller that no longer leads and does not know it: its list lacks what the next one placed.
-            _log.warning("answer_of_an_older_term", leader_term=answer.leader_term, newest=self._fences.leader_term)
+            _log.warning(
+                "answer_of_an_older_term", leader_term=answer.leader_term, newest=self._fences.leader_term,
+                message="a controller that was replaced; where its database is a restored backup, restart this worker",
+            )  # fmt: skip
             return
         self._fences.adopt(answer.leader_term)
         if strangers := known - set(answer.model_ids):

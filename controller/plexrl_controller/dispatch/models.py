@@ -111,7 +111,12 @@ def choose_worker(
     if job is not None:
         request = replace(request, job_id=job.job_id, tenant=job.tenant, slowdown_target=job.slowdown_target)
         known = known_demand(core.ledger, job)
-    match _place(core, request, may_take, known):
+    outcome = _place(core, request, may_take, known)
+    if isinstance(outcome, Refused):
+        # Placement knows ids; people know names.
+        for worker in core.ledger.workers.values():
+            outcome = replace(outcome, reason=outcome.reason.replace(worker.worker_id, worker.name))
+    match outcome:
         case Placed() as placed:
             return placed.worker_id
         case Refused(reason=reason, blocker=Blocker.QUOTA):

@@ -257,7 +257,7 @@ class _Search:
         if len(others) >= self._policy.max_members:
             return Blocker.MEMBERS, f"has {len(others)} members, which is the limit"
         if not group.ready:
-            return Blocker.NOT_READY, "is not READY now"
+            return Blocker.NOT_READY, "is not READY now (cordoned, stopping or not connected)"
         promised = self._promised.get(group.group_id)
         if promised is not None and not self._ends_by(promised):
             return Blocker.RESERVED, f"is promised in {max(0.0, promised - self._view.now):.0f} s"
@@ -395,14 +395,17 @@ class _Search:
         free = sum([len(node.free) for node in self._view.nodes])
         passing = [b for b in _TEMPORARY if b in self._counts]
         blocker = max(passing or list(self._counts) or [Blocker.GANG], key=lambda b: self._counts.get(b, 0))
-        wanted = f"{self._wanted.world_size} worker(s) for {self._wanted.side.value}"
         looked, hindered = len(self._view.groups), self._counts.get(blocker, 0)
         texts = "; ".join(self._texts.get(blocker, ()))
         # A gang that the cluster could hold waits for jobs to end; one that is too large for it waits for nothing.
         workers = free + sum([len(group.worker_ids) for group in self._view.groups])
         large_enough = blocker is Blocker.GANG and workers >= self._wanted.world_size
+        reason = f"of {looked} worker(s) {hindered} cannot take it for {blocker.value}: {texts}"
+        if self._wanted.world_size > 1 or free:
+            wanted = f"{self._wanted.world_size} worker(s) for {self._wanted.side.value}: {free} free"
+            reason = f"{wanted}, and of {looked} group(s) {hindered} do not fit by {blocker.value}: {texts}"
         return Refused(
-            f"{wanted}: {free} free, and of {looked} group(s) {hindered} do not fit by {blocker.value}: {texts}",
+            reason,
             temporary=blocker in _TEMPORARY or large_enough,
             blocker=blocker,
         )
