@@ -19,7 +19,7 @@ MINIATURE = Size(
     exact_iterations=2,
     traces=(Trace(64, 1.2, 2.5 * 3600.0, 5.0), Trace(64, 1.2, 3 * 3600.0, 5.0)),
     ablation=Trace(64, 1.2, 2.5 * 3600.0, 5.0),
-    scales=((8, 1.0, False),),
+    scales=((8, 1.0, False), (8, 1.0, True)),
 )
 
 
@@ -55,6 +55,9 @@ def test_a_miniature_run_has_every_table_column_and_picture(tmp_path: Path, monk
     (bar,) = [c for c in report["checks"] if c["name"].startswith("T1: completion of the trace at most .9")]
     ours = next(row["completion"] for row in first if row["policy"] == "B10")
     assert bar["value"]["ratio"] == ours / least
+    # Nor are scales of as many GPUs: no rate hides behind another.
+    for rates in (c["value"] for c in report["checks"] if c["name"].startswith("T5: engine")):
+        assert len(rates) == 2
     assert shown
 
 

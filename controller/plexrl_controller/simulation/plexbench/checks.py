@@ -198,12 +198,12 @@ def _scale(rows: Sequence[Row], decisions: Sequence[Row]) -> list[Check]:
         Check(
             "T5: engine alone: 100,000 events/s",
             max(row["events_per_s"] for row in engine) >= 100_000.0,
-            {row["gpus"]: row["events_per_s"] for row in engine},
+            {_scale_of(row): row["events_per_s"] for row in engine},
         ),
         Check(
             "T5: engine with our policy: 100,000 events/s",
             max(row["events_per_s"] for row in ours) >= 100_000.0,
-            {row["gpus"]: row["events_per_s"] for row in ours},
+            {_scale_of(row): row["events_per_s"] for row in ours},
         ),
         Check(
             "T5: a decision's cost grows no faster than n log n",
@@ -211,3 +211,8 @@ def _scale(rows: Sequence[Row], decisions: Sequence[Row]) -> list[Check]:
             {"growth": growth, "members": [small["members"], large["members"]]},
         ),
     ]
+
+
+def _scale_of(row: Row) -> str:
+    """GPUs, and the mix where it is not that of the traces: of as many GPUs there are two rows."""
+    return str(row["gpus"]) if row["mix"] == "all classes" else f"{row['gpus']} ({row['mix']})"
