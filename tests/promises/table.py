@@ -385,9 +385,8 @@ MUTATIONS = (
         "G14",
         "tests/component/test_heartbeats.py::test_no_order_leaves_before_its_attempt_is_durable",
         f"{CONTROLLER}/dispatch/cycle.py",
-        "        batch.take(Effect.SEND_ORDER)\n"
-        "        core.queue(batch, lambda error: self._send(orders) if error is None else None)",
-        "        batch.take(Effect.SEND_ORDER)\n        core.queue(batch)\n        self._send(orders)",
+        "        return alone and not waiting and all(ready.kind is CallKind.GENERATE for ready in calls)",
+        "        return alone and not waiting",
         "a worker is given a call that is not in the store yet",
     ),
     Mutation(

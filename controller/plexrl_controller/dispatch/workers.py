@@ -1,5 +1,6 @@
 """Workers: registration, leases, and what a worker's stream brings when it opens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -154,6 +155,7 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
+    _stop_unknown(core, worker_id, incarnation, status.attempts)
     for waiting in (worker_id, *concerned(ledger, *ledger.models_of_worker[worker_id])):
         core.wake(waiting)
 
@@ -169,6 +171,20 @@ def _note_older_states(core: Core, batch: Batch, worker_id: WorkerId, status: wo
         if model.state is ModelState.PLACED and stands_at < model.applied_sequence:
             where = f"sequence {stands_at}" if model_id in held else "nothing"
             lose_model_state(batch, model, f"its worker has {where} of it, it stood at {model.applied_sequence}")
+
+
+def _stop_unknown(
+    core: Core, worker_id: WorkerId, incarnation: int, attempts: Sequence[registry_pb2.CallAttempt]
+) -> None:
+    """Generates may begin before they are durable: one that an earlier leader took with it would hold the device."""
+    ledger = core.ledger
+    logged = {
+        call.call_id for m in ledger.models_of_worker[worker_id] if m in ledger.logs for call in ledger.logs[m].after(0)
+    }
+    unknown = [each for each in attempts if each.call_id not in ledger.calls and each.call_id not in logged]
+    if unknown:
+        _log.info("unknown_calls_stopped", worker=worker_id, calls=[each.call_id for each in unknown])
+        core.transport.send(worker_id, [core.orders.stop(attempt, incarnation) for attempt in unknown])
 
 
 async def _send_again(core: Core, worker_id: WorkerId) -> None:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 SYNC_BYTES = 8 << 20
 """Of an upload that is under way: so much is left for the end to wait for."""
+WRITE_BYTES = 4 << 20
+"""Of an upload are hashed and written together: a thread of its own for less costs more than it does."""
 _PARTIAL = "partial"
 
 
@@ -104,29 +106,29 @@ class DirectoryPayloadStore(HeldPayloads):
 
 
 class _WrittenBehind:
-    """A new file: a chunk is hashed and written while the next one comes; what is written goes to disk meanwhile."""
+    """A new file: what came is hashed and written while more comes; what is written goes to disk meanwhile."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._digest = sha256()
+        self._came: list[bytes] = []
+        self._came_bytes = 0
         self._writing: asyncio.Task[None] | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._unsynced_bytes = 0
 
     async def append(self, chunk: bytes) -> None:
-        """Begins to write a chunk once the one before is written, whose error this raises."""
-        if self._writing is not None:
-            await self._writing
-        if self._unsynced_bytes > SYNC_BYTES and (self._syncing is None or self._syncing.done()):
-            if self._syncing is not None:
-                # The kernel tells only once of bytes that did not reach the disk.
-                await self._syncing
-            self._syncing, self._unsynced_bytes = _begin(_sync, self._file), 0
-        self._unsynced_bytes += len(chunk)
-        self._writing = _begin(_write, self._file, chunk, self._digest)
+        """Takes a chunk; where enough has come, begins to write it once what came before is written, whose error this
+        raises.
+        """
+        self._came.append(chunk)
+        self._came_bytes += len(chunk)
+        if self._came_bytes >= WRITE_BYTES:
+            await self._write_on()
 
     async def finish(self) -> str:
         """Returns the SHA-256 once everything is on disk."""
+        await self._write_on()
         for begun in (self._writing, self._syncing):
             if begun is not None:
                 await begun
@@ -138,6 +140,19 @@ class _WrittenBehind:
         if begun := [task for task in (self._writing, self._syncing) if task is not None]:
             await asyncio.wait(begun)
         self._file.close()
+
+    async def _write_on(self) -> None:
+        """Begins to write all that came, once what came before is written."""
+        if self._writing is not None:
+            await self._writing
+        if self._unsynced_bytes > SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            if self._syncing is not None:
+                # The kernel tells only once of bytes that did not reach the disk.
+                await self._syncing
+            self._syncing, self._unsynced_bytes = _begin(_sync, self._file), 0
+        self._unsynced_bytes += self._came_bytes
+        self._writing = _begin(_write, self._file, self._came, self._digest)
+        self._came, self._came_bytes = [], 0
 
 
 def _prepare(root: Path) -> list[tuple[Key, int]]:
@@ -159,11 +174,12 @@ def _open(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _write(file: IO[bytes], chunk: bytes, digest: Any) -> None:
-    written = file.write(chunk)
-    while written < len(chunk):
-        written += file.write(memoryview(chunk)[written:])
-    digest.update(chunk)
+def _write(file: IO[bytes], chunks: Sequence[bytes], digest: Any) -> None:
+    for chunk in chunks:
+        written = file.write(chunk)
+        while written < len(chunk):
+            written += file.write(memoryview(chunk)[written:])
+        digest.update(chunk)
 
 
 def _read(file: IO[bytes], digest: Any) -> bytes:
