@@ -5,8 +5,12 @@ import subprocess
 import sys
 
 PROGRAM = """
+import signal
 import threading
 from plexrl.at_once import at_once
+
+# A shell starts what runs behind with interrupts ignored, and so these tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def work(number):
     if number == 1:
