@@ -144,13 +144,21 @@ async def test_a_leader_stops_what_its_worker_runs_and_nobody_wants() -> None:
         await leader.calls.AckCalls(call_pb2.AckCallsRequest(job_id=model.job_id, call_ids=[trained.call_id]), None)
         wanted = await leader.submit(model, specs.generate())
         await leader.settle()
+        cancelled = await leader.submit(model, specs.generate())
+        await leader.calls.CancelCall(call_pb2.CancelCallRequest(request_id="c", call_id=cancelled.call_id), None)
+        await leader.settle()
         leader.transport.sent.clear()
         status = leader.worker.status()
         for call_id in (wanted.call_id, trained.call_id, "e" * 32):
             status.attempts.add(call_id=call_id, attempt=1)
+        # Of a later attempt than the one that is known: its dispatch was not durable.
+        status.attempts.add(call_id=wanted.call_id, attempt=2)
         await leader.dispatcher.stream_opened(worker_id, 1, status)
         await leader.settle()
         stopped = [order.abort.call for order in leader.transport.sent if order.HasField("abort")]
-        assert stopped == [registry_pb2.CallAttempt(call_id="e" * 32, attempt=1)]
+        assert registry_pb2.CallAttempt(call_id="e" * 32, attempt=1) in stopped
+        assert registry_pb2.CallAttempt(call_id=wanted.call_id, attempt=2) in stopped
+        assert registry_pb2.CallAttempt(call_id=wanted.call_id, attempt=1) not in stopped
+        assert trained.call_id not in [call.call_id for call in stopped]
         await leader.work()
         assert leader.call(wanted.call_id).state is CallState.SUCCEEDED

@@ -29,6 +29,8 @@ SYNC_BYTES = 8 << 20
 """Of an upload that is under way: so much is left for the end to wait for."""
 WRITE_BYTES = 4 << 20
 """Of an upload are hashed and written together: a thread of its own for less costs more than it does."""
+MOST_CHUNKS = 1024
+"""Kept until they are written, however small."""
 _PARTIAL = "partial"
 
 
@@ -121,9 +123,10 @@ class _WrittenBehind:
         """Takes a chunk; where enough has come, begins to write it once what came before is written, whose error this
         raises.
         """
-        self._came.append(chunk)
-        self._came_bytes += len(chunk)
-        if self._came_bytes >= WRITE_BYTES:
+        if chunk:
+            self._came.append(chunk)
+            self._came_bytes += len(chunk)
+        if self._came_bytes >= WRITE_BYTES or len(self._came) >= MOST_CHUNKS:
             await self._write_on()
 
     async def finish(self) -> str:
