@@ -90,8 +90,8 @@ MUTATIONS = (
         "G03",
         "tests/component/test_dispatch.py::test_a_cancel_whose_end_was_lost_with_a_stream_still_ends",
         f"{CONTROLLER}/dispatch/workers.py",
-        "    await _send_again(core, worker_id)\n    for waiting",
-        "    for waiting",
+        "    await _send_again(core, worker_id)\n    _stop",
+        "    _stop",
         "what was on a stream that broke is not sent again",
     ),
     Mutation(
@@ -293,8 +293,8 @@ MUTATIONS = (
         "G20",
         "tests/component/test_dispatch.py::test_a_new_leader_goes_on_where_the_old_one_stopped",
         f"{CONTROLLER}/dispatch/workers.py",
-        "    await _send_again(core, worker_id)\n    for waiting",
-        "    for waiting",
+        "    await _send_again(core, worker_id)\n    _stop",
+        "    _stop",
         "a new leader does not ask for the calls that run",
     ),
     Mutation(

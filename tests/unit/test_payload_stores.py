@@ -300,6 +300,7 @@ class TestDirectory:
         """The kernel tells once of bytes that did not reach the disk: whoever hears it must not forget it."""
         store = await DirectoryPayloadStore.open(root)
         monkeypatch.setattr(directory, "SYNC_BYTES", 0)
+        monkeypatch.setattr(directory, "WRITE_BYTES", 1)
         real, calls = getattr(os, call), 0
 
         async def chunks() -> AsyncIterator[bytes]:
