@@ -103,7 +103,6 @@ async def test_nothing_is_dispatched_while_a_stream_is_being_opened(monkeypatch:
         other = await leader.job("other")
         leader.dispatcher.stream_closed(worker_id, 1)
         leader.transport.sent.clear()
-        monkeypatch.setattr(store, "commit", commit_one)
 
         async def others_write() -> None:
             batch = leader.core.batch()
@@ -112,25 +111,30 @@ async def test_nothing_is_dispatched_while_a_stream_is_being_opened(monkeypatch:
             leader.core.queue(batch)
             await leader.settle()
 
-        # The opening has two commits of its own, and there is always one of somebody else's before it.
-        await others_write()
-        opening = asyncio.create_task(leader.dispatcher.stream_opened(worker_id, 1, leader.worker.status()))
-        await leader.settle()
-        for _ in range(2):
-            await others_write()
-            may_commit.release()
-            await leader.settle()
-        training = asyncio.create_task(leader.submit(model, specs.forward_backward(), 1))
-        for _ in range(8):
-            await leader.settle()
-            assert None not in await stored_of_sent(leader)
-            may_commit.release()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "commit", commit_one)
+            try:
+                # There is always a commit of somebody else's under way, so that both of the opening's have to wait.
+                # The call comes when the second of them has begun.
+                await others_write()
+                status = leader.worker.status()
+                opening = asyncio.create_task(leader.dispatcher.stream_opened(worker_id, 1, status))
+                await leader.settle()
+                for _ in range(3):
+                    await others_write()
+                    may_commit.release()
+                    await leader.settle()
+                training = asyncio.create_task(leader.submit(model, specs.forward_backward(), 1))
+                for _ in range(6):
+                    await leader.settle()
+                    assert None not in await stored_of_sent(leader)
+                    may_commit.release()
+            finally:
+                for _ in range(50):
+                    may_commit.release()
         await asyncio.gather(opening, training)
-        may_commit.release()
         await leader.settle()
         assert len(await stored_of_sent(leader)) == 1
-        for _ in range(50):
-            may_commit.release()
 
 
 async def stored_of_sent(leader: Leader) -> list[Call | None]:
