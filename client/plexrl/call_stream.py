@@ -5,20 +5,19 @@ acknowledged once their future has delivered them. Knows nothing of what the cal
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import grpc
 
 from plexrl import errors
 from plexrl.connection import Connection
-from plexrl.futures import CallFuture, Outcome
+from plexrl.futures import CallFuture, Outcome, wake_together
 from plexrl.results import Result, decode
 from plexrl.sequence import SequenceCounter
 from plexrl.v1 import call_pb2 as c
@@ -345,7 +344,7 @@ class CallStream:
                 elif kind == "session":
                     changed.append(message.session)
             woken, self._to_wake = self._to_wake, []
-        _resolve(woken)
+        wake_together(woken)
         for session in changed:
             self._tell(session)
 
@@ -433,7 +432,7 @@ class CallStream:
             self._changed.notify_all()
 
     def _wake_waiters(self, tracked: TrackedCall) -> None:
-        """Notes whom to wake, where the outcome is here; `_resolve` does it, outside the lock and all at once."""
+        """Notes whom to wake, where the outcome is here; `wake_together` does it, outside the lock and all at once."""
         if tracked.outcome.done() and tracked.waiters:
             self._to_wake += tracked.waiters
             tracked.waiters = []
@@ -477,26 +476,9 @@ class CallStream:
             woken, self._to_wake = self._to_wake, []
             rpc = self._rpc
             self._changed.notify_all()
-        _resolve(woken)
+        wake_together(woken)
         if rpc is not None:
             rpc.cancel()
-
-
-def _resolve(waiters: Sequence["asyncio.Future[None]"]) -> None:
-    """Wakes waiters from outside their loops, with one call into each loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for waiter in waiters:
-        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
-    for loop, together in by_loop.items():
-        # A loop that is closed has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_set_done, together)
-
-
-def _set_done(waiters: Sequence["asyncio.Future[None]"]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
 
 
 def _copy(error: errors.PlexRLError) -> errors.PlexRLError:

@@ -4,8 +4,9 @@ Knows one call; how calls travel is the call stream's business, which it reaches
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Generic, Protocol, TypeVar, cast
 
 from plexrl.v1 import types_pb2 as t
@@ -202,3 +203,20 @@ class CallFuture(Generic[ResultT]):
 
     def __repr__(self) -> str:
         return f"<CallFuture {self._handle.description} {self.state}>"
+
+
+def wake_together(waiters: Sequence["asyncio.Future[None]"]) -> None:
+    """Resolves futures from outside their loops, with one call into each loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, together in by_loop.items():
+        # A loop that is closed has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set_done, together)
+
+
+def _set_done(waiters: Sequence["asyncio.Future[None]"]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

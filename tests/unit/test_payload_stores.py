@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from obstore.store import MemoryStore
@@ -288,6 +289,33 @@ class TestDirectory:
         names = [part for path in self.files(root) for part in path.relative_to(root).parts]
         assert all(set(name) <= set("0123456789abcdef") for name in names)
         assert self.modes(root) == {0o700, 0o600}
+
+    @pytest.mark.parametrize("write_bytes", [1, 10, 1000])
+    @pytest.mark.parametrize("most_chunks", [1, 3, 1000])
+    async def test_an_upload_in_pieces_of_any_size_is_whole_and_few_are_kept(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, write_bytes: int, most_chunks: int
+    ) -> None:
+        monkeypatch.setattr(directory, "WRITE_BYTES", write_bytes)
+        monkeypatch.setattr(directory, "MOST_CHUNKS", most_chunks)
+        kept: list[int] = []
+        write = directory._write
+
+        def counted(file: IO[bytes], chunks: Sequence[bytes], digest: Any) -> None:
+            kept.append(len(chunks))
+            write(file, chunks, digest)
+
+        monkeypatch.setattr(directory, "_write", counted)
+        pieces = [bytes([number]) * (number % 7) for number in range(50)]
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+
+        store = await DirectoryPayloadStore.open(root)
+        payload = await store.put(ACME, chunks())
+        assert await store.read(ACME, payload) == b"".join(pieces)
+        assert max(kept) <= most_chunks
+        assert sum(kept) == len([piece for piece in pieces if piece])
 
     @pytest.mark.parametrize(
         ("code", "error"),

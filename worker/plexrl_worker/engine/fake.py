@@ -130,7 +130,7 @@ class FakeEngine:
         deployment = self._on_device(deployment_id, "initialize", control)
         self._claim_slot(deployment_id)
         weights = base_weights(base, self._vocab_size)
-        self._fill(deployment, weights.ravel(), None, weights.ravel())
+        deployment.fill(weights.ravel(), None, weights.ravel())
         deployment.ledger.optimizer_step = 0
         deployment.ledger.rollout_version = rollout_version
         return deployment.ledger.state()
@@ -398,7 +398,7 @@ class FakeEngine:
         weights, rollout, training = fake_files.read(
             manifest, self._vocab_size, trainable=deployment.settings.trainable
         )
-        self._fill(deployment, weights, training, rollout)
+        deployment.fill(weights, training, rollout)
         deployment.ledger.optimizer_step = 0 if deployment.settings.rollout_only else manifest.optimizer_step
         deployment.ledger.rollout_version = manifest.rollout_version if rollout_version is None else rollout_version
         return deployment.ledger.state()
@@ -422,28 +422,10 @@ class FakeEngine:
                 place = deployment.ledger.place(component)
                 raw = deployment.arrays[component].view(np.uint8)
                 if not deployment.ledger.is_zero(component):
-                    self._image(deployment)[place.offset : place.offset + place.size_bytes] = raw
+                    deployment.host_image()[place.offset : place.offset + place.size_bytes] = raw
                     moved += place.size_bytes
                 deployment.ledger.park(component, checksum(raw))
         return moved
-
-    def _fill(
-        self,
-        deployment: FakeDeployment,
-        weights: Float32Array,
-        training: tuple[Float32Array, Float32Array] | None,
-        rollout: Float32Array,
-    ) -> None:
-        """Sets all components that there are; `training` is (gradients, moments), None for zeros."""
-        arrays = {Component.ROLLOUT_WEIGHTS: rollout}
-        if not deployment.settings.rollout_only:
-            arrays[Component.TRAIN_WEIGHTS] = weights
-        if deployment.settings.trainable:
-            zeros = (np.zeros(weights.size, np.float32), np.zeros(2 * weights.size, np.float32))
-            arrays[Component.GRADIENTS], arrays[Component.OPTIMIZER] = training or zeros
-        for component, values in arrays.items():
-            deployment.arrays[component] = np.array(values, np.float32)
-            deployment.ledger.write(component, zero=not values.any())
 
     def _deployment(self, deployment_id: str) -> FakeDeployment:
         try:
@@ -493,12 +475,7 @@ class FakeEngine:
         place = deployment.ledger.place(copy.component)
         raw = np.zeros(place.size_bytes, np.uint8)
         if not copy.is_zero:
-            raw[:] = self._image(deployment)[place.offset : place.offset + place.size_bytes]
+            raw[:] = deployment.host_image()[place.offset : place.offset + place.size_bytes]
         if checksum(raw) != copy.checksum:
             raise deployment.ledger.corrupt(copy.component)
         return raw.view(np.float32)
-
-    def _image(self, deployment: FakeDeployment) -> ByteArray:
-        if deployment.image is None:
-            raise InvalidArgument(f"{deployment.ledger.deployment_id} has no host image: attach one first")
-        return deployment.image

@@ -73,6 +73,29 @@ class FakeDeployment:
             row = self._rollout_rows[token] = log_softmax(table[token][None])[0]
         return row
 
+    def host_image(self) -> ByteArray:
+        """Its pages in the host tier. Raises InvalidArgument where none are attached."""
+        if self.image is None:
+            raise InvalidArgument(f"{self.ledger.deployment_id} has no host image: attach one first")
+        return self.image
+
+    def fill(
+        self,
+        weights: Float32Array,
+        training: tuple[Float32Array, Float32Array] | None,
+        rollout: Float32Array,
+    ) -> None:
+        """Sets all components that there are; `training` is (gradients, moments), None for zeros."""
+        arrays = {Component.ROLLOUT_WEIGHTS: rollout}
+        if not self.settings.rollout_only:
+            arrays[Component.TRAIN_WEIGHTS] = weights
+        if self.settings.trainable:
+            zeros = (np.zeros(weights.size, np.float32), np.zeros(2 * weights.size, np.float32))
+            arrays[Component.GRADIENTS], arrays[Component.OPTIMIZER] = training or zeros
+        for component, values in arrays.items():
+            self.arrays[component] = np.array(values, np.float32)
+            self.ledger.write(component, zero=not values.any())
+
 
 Completion = tuple[list[int], list[float], FinishReason]
 """Token ids, their log-probabilities, and why it ended."""
