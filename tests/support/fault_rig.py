@@ -20,7 +20,7 @@ from plexrl_controller.embedded.cluster import LocalCluster
 from plexrl_controller.embedded.postgres import EmbeddedPostgres
 from plexrl_controller.embedded.process import EmbeddedError
 from plexrl_controller.embedded.settings import ClusterSettings
-from tests.support import fault_scenes
+from tests.support import fault_evidence, fault_scenes
 from tests.support.fault_points import FaultDatabase, Moment
 from tests.support.fault_scenes import WITHOUT_END, ClientProcess, Kill, Scene, cells
 from tests.support.fault_transfers import all_here, coming, standing_still
@@ -28,6 +28,8 @@ from tests.support.fault_transfers import all_here, coming, standing_still
 RECOVERY_LIMIT_S = 240.0
 """Longer is a hang."""
 ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "out" / "faults"
+"""A folder for each cluster that failed."""
 
 
 class History:
@@ -252,6 +254,9 @@ async def rig(folder: Path, scene: Scene) -> AsyncIterator[Rig]:
         try:
             await made.progress(made.to_go_on())
             yield made
+        except Exception:
+            await fault_evidence.keep(made, EVIDENCE / f"{scene.name.replace(' ', '-')}-{folder.name}")
+            raise
         finally:
             made.stop_clients()
             database.close()
