@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from plexrl import wire
-from plexrl.v1 import job_pb2, registry_pb2, types_pb2
+from plexrl.v1 import call_pb2, job_pb2, registry_pb2, types_pb2
 from plexrl_controller.api.admin import RegistryService
 from plexrl_controller.api.jobs import JobService
 from plexrl_controller.domain.ids import CallId
 from plexrl_controller.domain.records import Call
+from plexrl_controller.domain.states import CallState
 from plexrl_controller.store.memory import MemoryStore
 from plexrl_controller.store.port import Changes
 from tests.support import specs
@@ -70,7 +71,9 @@ async def test_rows_carry_small_arguments_and_results_only(tokens: int) -> None:
 
 
 async def test_no_order_leaves_before_its_attempt_is_durable() -> None:
-    """G14: a leader that dies now has given nothing to a worker that the next one does not know of."""
+    """G14: a leader that dies now has given no worker anything that changes a state and that the next one does not know
+    of.
+    """
     store = GatedStore()
     async with running_leader(store) as leader:
         await leader.join()
@@ -79,13 +82,89 @@ async def test_no_order_leaves_before_its_attempt_is_durable() -> None:
         await leader.work()
         with store.closed():
             leader.transport.sent.clear()
-            submitting = asyncio.create_task(leader.submit(model, specs.generate()))
+            submitting = asyncio.create_task(leader.submit(model, specs.forward_backward(), 1))
             await leader.settle()
             assert not submitting.done()
             assert leader.transport.sent == []
         await submitting
         await leader.settle()
         assert [order.WhichOneof("action") for order in leader.transport.sent] == ["run_call"]
+
+
+async def test_a_generate_may_run_before_it_is_durable_and_nobody_hears_of_it() -> None:
+    """G14: it changes nothing. Should its leader die now, its client has heard nothing and asks again."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.generate())
+        await leader.work()
+        with store.closed():
+            submitting = asyncio.create_task(leader.submit(model, specs.generate(), request_id="early"))
+            await leader.work()
+            (call,) = [c for c in leader.core.ledger.calls.values() if c.request_id == "early"]
+            assert call.state is CallState.SUCCEEDED
+            assert await store.get_call(call.call_id) is None
+            assert not submitting.done()
+            watching = asyncio.create_task(leader.calls.GetCall(call_pb2.GetCallRequest(call_id=call.call_id), None))
+            await leader.settle()
+            assert not watching.done()
+        assert (await submitting).call_id == call.call_id
+        assert (await watching).state == types_pb2.CALL_STATE_SUCCEEDED
+        stored = await store.get_call(call.call_id)
+        assert stored is not None
+        assert stored.state is CallState.SUCCEEDED
+
+
+async def test_no_order_passes_one_that_waits_for_the_store() -> None:
+    """Orders run in the order in which they were decided."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.generate())
+        await leader.work()
+        leader.transport.sent.clear()
+        with store.closed():
+            training = asyncio.create_task(leader.submit(model, specs.forward_backward(), 1))
+            await leader.settle()
+            generating = asyncio.create_task(leader.submit(model, specs.generate()))
+            await leader.settle()
+            assert leader.transport.sent == []
+        await asyncio.gather(training, generating)
+        await leader.settle()
+        ran = [order.run_call.spec.WhichOneof("function") for order in leader.transport.sent]
+        assert ran == ["forward_backward", "generate"]
+
+
+async def test_a_leader_stops_what_its_worker_runs_and_nobody_wants() -> None:
+    """What an earlier leader ordered and took with it would hold the device to its end, for nobody."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        trained = await leader.submit(model, specs.forward_backward(), 1)
+        await leader.work()
+        await leader.calls.AckCalls(call_pb2.AckCallsRequest(job_id=model.job_id, call_ids=[trained.call_id]), None)
+        wanted = await leader.submit(model, specs.generate())
+        await leader.settle()
+        cancelled = await leader.submit(model, specs.generate())
+        await leader.calls.CancelCall(call_pb2.CancelCallRequest(request_id="c", call_id=cancelled.call_id), None)
+        await leader.settle()
+        leader.transport.sent.clear()
+        status = leader.worker.status()
+        for call_id in (wanted.call_id, trained.call_id, "e" * 32):
+            status.attempts.add(call_id=call_id, attempt=1)
+        # Of a later attempt than the one that is known: its dispatch was not durable.
+        status.attempts.add(call_id=wanted.call_id, attempt=2)
+        await leader.dispatcher.stream_opened(worker_id, 1, status)
+        await leader.settle()
+        stopped = [order.abort.call for order in leader.transport.sent if order.HasField("abort")]
+        assert registry_pb2.CallAttempt(call_id="e" * 32, attempt=1) in stopped
+        assert registry_pb2.CallAttempt(call_id=wanted.call_id, attempt=2) in stopped
+        assert registry_pb2.CallAttempt(call_id=wanted.call_id, attempt=1) not in stopped
+        assert trained.call_id not in [call.call_id for call in stopped]
+        await leader.work()
+        assert leader.call(wanted.call_id).state is CallState.SUCCEEDED
 
 
 async def test_nothing_is_dispatched_while_a_stream_is_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from plexrl.v1 import types_pb2, worker_pb2
 from plexrl_controller.api.auth import Identity
-from plexrl_controller.dispatch import reports, views, workers
+from plexrl_controller.dispatch import cycle, reports, views, workers
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.ledger import Ledger
 from plexrl_controller.dispatch.readiness import ready_calls
@@ -133,6 +133,12 @@ def test_it_sees_a_call_that_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(WorkerProcess, "_accept", accept)
     monkeypatch.setattr(Device, "refusal", lenient)
     caught("ran on another state")
+
+
+def test_it_sees_a_change_that_is_dispatched_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G14: only what changes nothing may leave before its commit. The next leader knows nothing of what was applied."""
+    monkeypatch.setattr(cycle.GroupCycle, "_may_leave_now", lambda self, calls, orders: len(orders) == len(calls))
+    caught("hangs", range(330, 390))
 
 
 def test_it_sees_what_is_told_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,8 +140,8 @@ class Rig:
         return time.monotonic() - began
 
     def _provoking(self, point: str) -> Callable[[], Awaitable[None]]:
-        """Kills the part that brings the point about; where that was of no consequence, again once all clients went
-        on: a call that is killed time and again ends.
+        """Kills the part that brings the point about, or holds it up; where that was of no consequence, again once all
+        clients went on: a call that is killed time and again ends.
         """
         provocation = self.scene.provoked_by.get(point)
         wanted: Heard = dict.fromkeys(self.scene.clients, 0)
@@ -151,6 +151,11 @@ class Rig:
             if provocation is None or not _reaches(here := self.heard(), wanted):
                 return
             if provocation.once and not await self.database.connection.fetchval(provocation.once):
+                return
+            if provocation.still_s:
+                pids = self._worker_pids(await self._worker_of(self.scene.models[provocation.part]))
+                async with standing_still(pids()):
+                    await asyncio.sleep(provocation.still_s)
                 return
             async with self._transfer(provocation.during):
                 await self._strike(provocation.part)

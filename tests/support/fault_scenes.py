@@ -34,20 +34,21 @@ class ClientProcess:
 @dataclass(frozen=True)
 class Provocation:
     """A kill that brings a point about. during: a transfer in which it comes. once: a query that says that now is when
-    it has the consequence.
+    it has the consequence. still_s: the part is not killed, it does nothing for so long.
     """
 
     part: str
     during: str = ""
     once: str = ""
+    still_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
     """A cluster, who uses it, and which parts are killed at which points.
 
-    transfers: points that no commit writes. provoked_by: points that are reached only once another part was killed: the
-    kill that counts is then the second. models: which model's worker and engine a part is.
+    transfers: points that no commit writes. provoked_by: points that are reached only once something else was done to a
+    part; where that is a kill, the one that counts is the second. models: which model's worker and engine a part is.
     """
 
     name: str
@@ -91,6 +92,9 @@ SELECT pull.state = '{{pull}}' AND sync.state = '{CallState.SUCCEEDED.name}' AND
   FROM (SELECT * FROM calls WHERE source_model_id IS NOT NULL ORDER BY sequence DESC LIMIT 1) AS pull,
        (SELECT * FROM calls WHERE kind = '{CallKind.SYNC_WEIGHTS.name}' ORDER BY sequence DESC LIMIT 1) AS sync
 """
+_PULL_IS_DISPATCHED = f"""
+SELECT count(*) > 0 FROM calls WHERE source_model_id IS NOT NULL AND state = '{CallState.DISPATCHED.name}'
+"""
 _SAMPLED_ONCE = f"""
 (SELECT array_agg(state) FROM calls WHERE model_id = pull.model_id AND kind = '{CallKind.GENERATE.name}'
     AND weights_version = pull.sequence) = ARRAY['{CallState.SUCCEEDED.name}']
@@ -110,6 +114,8 @@ PULLS = Scene(
     snapshot_replay_s=0.3,
     clients=(PULLED, GUEST),
     provoked_by={
+        # One that ends within 50 ms is never told as started.
+        "pull started": Provocation("policy's worker", once=_PULL_IS_DISPATCHED, still_s=0.2),
         "pull tried again": Provocation("rollouts' engine", during=COMING),
         "rollouts recovering": Provocation("rollouts' worker", once=_ROLLOUTS_ARE_UP),
         "rollouts restored": Provocation("rollouts' worker", once=_ROLLOUTS_ARE_UP),

@@ -1,7 +1,7 @@
 """The scheduling cycle of one worker group: 1 view, 2 decide, 3 check, 4 commit, 5 dispatch. `reports` does 6, record.
 
-A turn runs without a pause and only queues its commit; its orders leave once that is durable. Clock, store and
-transport come with the core, so that live and simulation run the same cycle.
+A turn runs without a pause and only queues its commit; its orders leave once that is durable, unless they change
+nothing. Clock, store and transport come with the core, so that live and simulation run the same cycle.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from plexrl_controller.dispatch.replays import replayed_call
 from plexrl_controller.dispatch.sessions import grace_left_s, note_shares, tell_grants
 from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.dispatch.yielding import ask_to_yield, yields_s
-from plexrl_controller.domain.errors import DataLoss, NotFound
+from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Call, Interval, Worker
-from plexrl_controller.domain.states import CallReason, CallState, IntervalKind, ModelState
+from plexrl_controller.domain.states import CallKind, CallReason, CallState, IntervalKind, ModelState
 from plexrl_controller.lifecycle.calls import CallEvent
 from plexrl_controller.lifecycle.machine import Effect
 from plexrl_controller.scheduling.invariants import violations
@@ -117,13 +117,9 @@ class GroupCycle:
                 order = (
                     restore_order(core, model, worker) if recovering else core.orders.deploy(model, worker.incarnation)
                 )
-                self._send_once_durable(order)
-
-    def _send_once_durable(self, order: worker_pb2.Order) -> None:
-        """Behind all that was decided so far: a next leader that does not know what a model was built from would run
-        calls on it that the state has in it already.
-        """
-        self._core.queue(self._core.batch(), lambda error: self._send([order]) if error is None else None)
+                # A next leader that does not know what a model was built from would run calls on it that the state
+                # has in it already.
+                self._send_once_durable(core.batch(), [order])
 
     def _replay(self, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         """Gives calls of a recovering model to be executed again. Their records do not change."""
@@ -133,7 +129,7 @@ class GroupCycle:
         batch = core.batch()
         self._occupy(batch, decision, calls, now)
         # The number of this recovery, which fences its attempts, is durable before any of them is sent.
-        core.queue(batch, lambda error: self._send(orders) if error is None else None)
+        self._send_once_durable(batch, orders)
 
     def _occupy(self, batch: Batch, decision: Serve, calls: Sequence[ReadyCall], now: float) -> None:
         """The group is the served job's from now on, and the swap is on its way."""
@@ -247,7 +243,33 @@ class GroupCycle:
             facts.wait_s += waited_s
         self._occupy(batch, decision, calls, now)
         batch.take(Effect.SEND_ORDER)
-        core.queue(batch, lambda error: self._send(orders) if error is None else None)
+        if self._may_leave_now(calls, orders):
+            core.queue(batch)
+            self._send(orders)
+        else:
+            self._send_once_durable(batch, orders)
+
+    def _may_leave_now(self, calls: Sequence[ReadyCall], orders: Sequence[worker_pb2.Order]) -> bool:
+        """Whether orders need not wait for the commit: generates and nothing else, on what the device holds.
+
+        They change nothing, and nobody hears of them before they are durable: when this controller dies first, who
+        wanted them asks again, and its successor has what nobody wants any more stopped. What waits goes first.
+        """
+        alone = len(orders) == len(calls)
+        waiting = self._core.ledger.groups[self._worker_id].held_orders
+        return alone and not waiting and all(ready.kind is CallKind.GENERATE for ready in calls)
+
+    def _send_once_durable(self, batch: Batch, orders: Sequence[worker_pb2.Order]) -> None:
+        """Sends orders when all that was decided so far is durable, `batch` included."""
+        group = self._core.ledger.groups[self._worker_id]
+        group.held_orders += 1
+
+        def tell(error: ControllerError | None) -> None:
+            group.held_orders -= 1
+            if error is None:
+                self._send(orders)
+
+        self._core.queue(batch, tell)
 
     def _send(self, orders: Sequence[worker_pb2.Order]) -> None:
         self._core.transport.send(self._worker_id, orders)

@@ -63,6 +63,8 @@ class GroupState:
     swap_failed: bool = False
     """The last residency change that was ordered did not happen."""
     used_at: dict[ModelId, float] = field(default_factory=dict)
+    held_orders: int = 0
+    """Batches on their way to the store whose orders leave once they are there: nothing may pass these."""
     served_at: dict[JobId, float] = field(default_factory=dict)
     """When each job's last slice began."""
     last_calls: dict[JobId, LastCall] = field(default_factory=dict)

@@ -167,8 +167,12 @@ class OrderBook:
 
     def abort(self, call: Call) -> worker_pb2.Order:
         """Stop the call's current attempt."""
-        order = self._order(call.worker_incarnation)
-        order.abort.call.CopyFrom(attempt_of(call))
+        return self.stop(attempt_of(call), call.worker_incarnation)
+
+    def stop(self, attempt: registry_pb2.CallAttempt, incarnation: int) -> worker_pb2.Order:
+        """Stop an execution, whether or not there is a record of its call."""
+        order = self._order(incarnation)
+        order.abort.call.CopyFrom(attempt)
         return order
 
     def _order(self, incarnation: int) -> worker_pb2.Order:

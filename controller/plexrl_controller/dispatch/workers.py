@@ -1,5 +1,6 @@
 """Workers: registration, leases, and what a worker's stream brings when it opens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -16,9 +17,10 @@ from plexrl_controller.dispatch.reports import note_lost_state, note_residency
 from plexrl_controller.dispatch.restore import restore_points
 from plexrl_controller.dispatch.snapshots import order_due
 from plexrl_controller.domain.errors import ControllerError, FailedPrecondition
-from plexrl_controller.domain.ids import ModelId, WorkerId
+from plexrl_controller.domain.ids import CallId, ModelId, WorkerId
 from plexrl_controller.domain.records import Model, Worker
 from plexrl_controller.domain.states import CallState, ModelState, WorkerState
+from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.lifecycle.workers import WorkerEvent
 
@@ -156,6 +158,7 @@ async def stream_opened(core: Core, worker_id: WorkerId, incarnation: int, statu
         if ledger.models[model_id].state is ModelState.DELETING:
             core.drop(ledger.models[model_id])
     await _send_again(core, worker_id)
+    _stop_unwanted(core, worker_id, incarnation, status.attempts)
     for waiting in (worker_id, *concerned(ledger, *ledger.models_of_worker[worker_id])):
         core.wake(waiting)
 
@@ -171,6 +174,31 @@ def _note_older_states(core: Core, batch: Batch, worker_id: WorkerId, status: wo
         if model.state is ModelState.PLACED and stands_at < model.applied_sequence:
             where = f"sequence {stands_at}" if model_id in held else "nothing"
             lose_model_state(batch, model, f"its worker has {where} of it, it stood at {model.applied_sequence}")
+
+
+def _stop_unwanted(
+    core: Core, worker_id: WorkerId, incarnation: int, attempts: Sequence[registry_pb2.CallAttempt]
+) -> None:
+    """Generates may begin before they are durable: what an earlier leader took with it would hold the device.
+
+    A call that is still to be dispatched begins anew. What is executed again for its effect is left alone.
+    """
+    ledger = core.ledger
+    logged = {
+        call.call_id for m in ledger.models_of_worker[worker_id] if m in ledger.logs for call in ledger.logs[m].after(0)
+    }
+    orders: list[worker_pb2.Order] = []
+    for attempt in attempts:
+        call = ledger.calls.get(CallId(attempt.call_id))
+        if attempt.call_id in logged:
+            continue
+        if call is None or call.attempt != attempt.attempt or call.state not in call_lifecycle.ON_WORKER:
+            orders.append(core.orders.stop(attempt, incarnation))
+        elif call.state is CallState.YIELDED:
+            orders.append(core.orders.give_way(call))
+    if orders:
+        _log.info("unwanted_calls_stopped", worker=worker_id, calls=len(orders))
+        core.transport.send(worker_id, orders)
 
 
 async def _send_again(core: Core, worker_id: WorkerId) -> None:

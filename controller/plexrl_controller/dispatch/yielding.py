@@ -5,6 +5,7 @@ call that yields is in `docs/adr/0012-parked-calls.md`.
 """
 
 from plexrl_controller.dispatch.core import Core
+from plexrl_controller.domain.errors import ControllerError
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.states import CallKind, CallState
 
@@ -22,7 +23,14 @@ def ask_to_yield(core: Core, worker_id: WorkerId) -> None:
     orders = [core.orders.give_way(call) for call in asked]
     # Behind the orders to run them, which leave once they are durable: a worker says of a call that it does not know
     # that it has yielded, and would then run it for as long as it takes.
-    core.queue(core.batch(), lambda error: core.transport.send(worker_id, orders) if error is None else None)
+    group.held_orders += 1
+
+    def tell(error: ControllerError | None) -> None:
+        group.held_orders -= 1
+        if error is None:
+            core.transport.send(worker_id, orders)
+
+    core.queue(core.batch(), tell)
 
 
 def yields_s(core: Core, worker_id: WorkerId, now: float) -> float | None:

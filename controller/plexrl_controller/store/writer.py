@@ -29,6 +29,8 @@ MAX_QUEUED_ROWS = 20_000
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 
+ROUNDS_BEFORE_COMMIT = 2
+"""Of the loop: orders that need not wait for the commit are handed to gRPC in them, and not behind its encoding."""
 
 Then = Callable[[ControllerError | None], None]
 """Told once: None when the changes are durable, else what `commit` would raise."""
@@ -192,6 +194,8 @@ class GroupWriter:
                 await self._work.wait()
                 continue
             self.before_commit()
+            for _ in range(ROUNDS_BEFORE_COMMIT):
+                await asyncio.sleep(0)
             batch = self._next_batch()
             try:
                 if any(item.rows or item.confirms for item in batch):
