@@ -116,6 +116,37 @@ async def test_a_generate_may_run_before_it_is_durable_and_nobody_hears_of_it() 
         assert stored.state is CallState.SUCCEEDED
 
 
+@pytest.mark.parametrize("rpc", ["GetCall", "ExplainCall", "ListCalls"])
+async def test_no_rpc_tells_of_an_end_that_is_not_durable(rpc: str) -> None:
+    """G14: what one has heard must not be otherwise after the controller's death."""
+    store = GatedStore()
+    async with running_leader(store) as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        call = await leader.submit(model, specs.generate())
+        await leader.settle()
+        with store.closed():
+            await leader.work()
+            assert leader.call(call.call_id).state is CallState.SUCCEEDED
+            request = {
+                "GetCall": call_pb2.GetCallRequest(call_id=call.call_id),
+                "ExplainCall": call_pb2.ExplainCallRequest(call_id=call.call_id),
+                "ListCalls": call_pb2.ListCallsRequest(job_id=model.job_id),
+            }[rpc]
+            asking = asyncio.create_task(getattr(leader.calls, rpc)(request, None))
+            await leader.settle()
+            assert not asking.done()
+        told = await asking
+        match told:
+            case call_pb2.ExplainCallResponse():
+                state = told.call.state
+            case call_pb2.ListCallsResponse():
+                (state,) = [each.state for each in told.calls]
+            case _:
+                state = told.state
+        assert state == types_pb2.CALL_STATE_SUCCEEDED
+
+
 async def test_no_order_passes_one_that_waits_for_the_store() -> None:
     """Orders run in the order in which they were decided."""
     store = GatedStore()

@@ -231,3 +231,33 @@ async def test_nothing_is_asked_to_give_way_before_it_is_ordered() -> None:
         sent = [o.run_call.call.call_id or o.yield_call.call.call_id for o in leader.transport.sent]
         assert call_id in asked(leader)
         assert sent.index(call_id) < len(sent) - 1 - sent[::-1].index(call_id)
+
+
+async def test_a_parked_call_that_says_so_once_more_still_runs_where_it_was_told_to_go_on() -> None:
+    """At a stream's opening it is asked again, and its answer comes when it runs again: it must go on to be counted."""
+    async with running_leader() as leader:
+        worker_id = await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.generate())
+        await leader.work()
+        call = await leader.submit(model, specs.generate())
+        await leader.settle()
+        (run,) = [order for order in leader.worker.queue if order.run_call.call.call_id == call.call_id]
+        leader.worker.queue.clear()
+        leader.dispatcher.stream_closed(worker_id, 1)
+        parked = worker_pb2.Report(
+            order_id=run.order_id, call=run.run_call.call, yielded=worker_pb2.OrderYielded(done=1, total=9)
+        )
+        await leader.dispatcher.reports_came(worker_id, 1, [parked])
+        assert leader.call(call.call_id).state is CallState.YIELDED
+        status = leader.worker.status()
+        status.attempts.append(run.run_call.call)
+        await leader.dispatcher.stream_opened(worker_id, 1, status)
+        await leader.settle()
+        assert leader.call(call.call_id).state is CallState.RUNNING
+        await leader.dispatcher.reports_came(worker_id, 1, [parked])
+        assert leader.call(call.call_id).state is CallState.RUNNING
+        (again,) = [order for order in leader.worker.queue if order.run_call.call.call_id == call.call_id]
+        parked.order_id = again.order_id
+        await leader.dispatcher.reports_came(worker_id, 1, [parked])
+        assert leader.call(call.call_id).state is CallState.YIELDED

@@ -53,9 +53,7 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def GetCall(self, request: call_pb2.GetCallRequest, context: Any) -> call_pb2.Call:
         """Reads one call."""
-        # What memory shows must be durable before it is told.
-        await self._core.commit(self._core.batch())
-        return await messages.full_call_message(self._core, await self._call(request.call_id))
+        return await messages.full_call_message(self._core, await self._durable_call(request.call_id))
 
     async def WatchCall(self, request: call_pb2.WatchCallRequest, context: Any) -> AsyncIterator[call_pb2.Call]:
         """Streams a call's changes until it is terminal."""
@@ -98,6 +96,8 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         job_id = JobId(request.job_id) if request.job_id else None
         listing = await self._listing(job_id, request.live_only, page)
         newest = [self._core.ledger.calls.get(call.call_id, call) for call in listing.items]
+        # What memory showed must be durable before it is told.
+        await self._core.commit(self._core.batch())
         return call_pb2.ListCallsResponse(
             calls=[messages.call_message(self._core, call) for call in newest], next_page_token=listing.next or ""
         )
@@ -106,8 +106,6 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         tenant = identity().scope
         if not live_only:
             return await self._core.store.list_calls(tenant, job_id, page)
-        # What memory shows must be durable before it is told.
-        await self._core.commit(self._core.batch())
         return newest_first(
             self._core.ledger.calls.values(),
             page,
@@ -120,7 +118,7 @@ class CallService(call_pb2_grpc.CallServiceServicer):
 
     async def ExplainCall(self, request: call_pb2.ExplainCallRequest, context: Any) -> call_pb2.ExplainCallResponse:
         """Says what a call waits for or how it ended."""
-        call = await self._call(request.call_id)
+        call = await self._durable_call(request.call_id)
         sentence, blocking = explain(self._core, call, self._core.clock.now())
         return call_pb2.ExplainCallResponse(
             call=messages.call_message(self._core, call), explanation=sentence, blocking_call_ids=blocking
@@ -179,6 +177,12 @@ class CallService(call_pb2_grpc.CallServiceServicer):
         job = self._core.ledger.job(JobId(job_id))
         require_visible(job.tenant, "job", job_id)
         return job
+
+    async def _durable_call(self, call_id: str) -> Call:
+        """A call as it stands now, once that is durable: what memory shows must not be told before."""
+        call = await self._call(call_id)
+        await self._core.commit(self._core.batch())
+        return call
 
     async def _call(self, call_id: str) -> Call:
         call = self._core.ledger.calls.get(CallId(call_id)) or await self._core.store.get_call(CallId(call_id))

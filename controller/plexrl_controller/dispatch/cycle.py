@@ -238,6 +238,8 @@ class GroupCycle:
                 concurrent=ready.concurrent,
                 weights=weight_source(ledger, call) if call.source_model_id is not None else None,
             )
+            if call.kind is CallKind.GENERATE:
+                ledger.run_orders[call.call_id] = run.order_id
             orders.append(run)
         if (facts := ledger.facts.get(decision.job_id)) is not None:
             facts.wait_s += waited_s

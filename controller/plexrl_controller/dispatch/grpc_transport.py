@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +26,33 @@ RECONNECT_S = (0.05, 1.0)
 
 
 @dataclass
+class _Outgoing:
+    """Orders that wait to go out on one stream. gRPC goes on asking for them after a stream has ended by itself: with a
+    queue for all streams of a worker it would take what the next one is to carry.
+    """
+
+    orders: deque[worker_pb2.Order] = field(default_factory=deque)
+    queued: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+
+    def put(self, orders: Sequence[worker_pb2.Order]) -> None:
+        self.orders.extend(orders)
+        self.queued.set()
+
+    def close(self) -> None:
+        """What waits is dropped, and whoever asks for more is told that there is none."""
+        self.closed = True
+        self.orders.clear()
+        self.queued.set()
+
+
+@dataclass
 class _Link:
-    """One worker's connection."""
+    """One worker's connection. `outgoing` is of the stream that is open, None while none is."""
 
     worker: Worker
     task: asyncio.Task[None] | None = None
-    orders: deque[worker_pb2.Order] = field(default_factory=deque)
-    queued: asyncio.Event = field(default_factory=asyncio.Event)
-    open: bool = False
+    outgoing: _Outgoing | None = None
     channel: grpc.aio.Channel | None = None
 
 
@@ -65,15 +85,13 @@ class GrpcTransport:
     def send(self, worker_id: WorkerId, orders: Sequence[worker_pb2.Order]) -> None:
         """Queues orders on an open stream."""
         link = self._links.get(worker_id)
-        if link is None or not link.open:
-            return
-        link.orders.extend(orders)
-        link.queued.set()
+        if link is not None and link.outgoing is not None:
+            link.outgoing.put(orders)
 
     def channel(self, worker_id: WorkerId) -> grpc.aio.Channel | None:
         """The open connection to a worker, for its unary rpcs."""
         link = self._links.get(worker_id)
-        return link.channel if link is not None and link.open else None
+        return link.channel if link is not None and link.outgoing is not None else None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -95,12 +113,13 @@ class GrpcTransport:
             try:
                 async with self._dial(link.worker.address) as channel:
                     link.channel = channel
-                    await self._serve(link, channel)
+                    with closing(_Outgoing()) as outgoing:
+                        await self._serve(link, channel, outgoing)
                 delay_s = RECONNECT_S[0]
             except grpc.aio.AioRpcError as error:
                 why = f"{link.worker.address}: {error.code().name}: {error.details()}"
                 # Once for each cause and outage: it is tried again every second.
-                log = _log.warning if link.open or why != told else _log.debug
+                log = _log.warning if link.outgoing is not None or why != told else _log.debug
                 log("worker_stream_broken", worker=link.worker.worker_id, name=link.worker.name, detail=why)
                 told = why
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
@@ -114,8 +133,7 @@ class GrpcTransport:
                 )
                 delay_s = min(2 * delay_s, RECONNECT_S[1])
             finally:
-                link.open, link.channel = False, None
-                link.orders.clear()
+                link.outgoing, link.channel = None, None
                 if self.handler is not None:
                     self.handler.stream_closed(link.worker.worker_id, link.worker.incarnation, why)
             await asyncio.sleep(delay_s)
@@ -125,19 +143,21 @@ class GrpcTransport:
             return grpc.aio.secure_channel(address, self._credentials, options=list(CHANNEL_OPTIONS))
         return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
 
-    async def _serve(self, link: _Link, channel: grpc.aio.Channel) -> None:
+    async def _serve(self, link: _Link, channel: grpc.aio.Channel, outgoing: _Outgoing) -> None:
         handler = self.handler
         if handler is None:
             raise RuntimeError("GrpcTransport.handler is not set")
         worker_id, incarnation = link.worker.worker_id, link.worker.incarnation
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        stream = stub.Execute(self._frames(link), metadata=self._metadata)
+        stream = stub.Execute(self._frames(incarnation, outgoing), metadata=self._metadata)
         await stream.initial_metadata()
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), metadata=self._metadata, timeout=10)
         if status.worker_id != worker_id:
             # Incarnations count per worker: at an address that was used before, another worker can have the same.
-            raise Unavailable(f"{link.worker.address} is worker {status.worker_id} now", reason="ANOTHER_WORKER")
-        link.open = True
+            raise Unavailable(
+                f"{link.worker.address} is worker {status.worker_id or '(not registered)'} now", reason="ANOTHER_WORKER"
+            )
+        link.outgoing = outgoing
         await handler.stream_opened(worker_id, incarnation, status)
         frames: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
         reader = asyncio.create_task(_read(aiter(stream), frames))
@@ -156,19 +176,18 @@ class GrpcTransport:
             reader.cancel()
             stream.cancel()
 
-    async def _frames(self, link: _Link) -> AsyncIterator[worker_pb2.ExecuteRequest]:
-        term, incarnation = self._term, link.worker.incarnation
-        yield worker_pb2.ExecuteRequest(leader_term=term, worker_incarnation=incarnation)
-        while True:
-            await link.queued.wait()
-            link.queued.clear()
-            while link.orders:
-                frame = worker_pb2.ExecuteRequest(leader_term=term, worker_incarnation=incarnation)
+    async def _frames(self, incarnation: int, outgoing: _Outgoing) -> AsyncIterator[worker_pb2.ExecuteRequest]:
+        yield worker_pb2.ExecuteRequest(leader_term=self._term, worker_incarnation=incarnation)
+        while not outgoing.closed:
+            await outgoing.queued.wait()
+            outgoing.queued.clear()
+            while outgoing.orders:
+                frame = worker_pb2.ExecuteRequest(leader_term=self._term, worker_incarnation=incarnation)
                 size = 0
-                while link.orders and len(frame.orders) < MAX_FRAME_ORDERS and size < MAX_FRAME_BYTES:
-                    order = link.orders.popleft()
+                while outgoing.orders and len(frame.orders) < MAX_FRAME_ORDERS and size < MAX_FRAME_BYTES:
+                    order = outgoing.orders.popleft()
                     # Measuring costs as much as writing; what is alone need not be measured.
-                    size += order.ByteSize() if link.orders else 0
+                    size += order.ByteSize() if outgoing.orders else 0
                     frame.orders.append(order)
                 yield frame
 

@@ -88,6 +88,8 @@ class Ledger:
         self.progress: dict[CallId, tuple[int, int]] = {}
         self.ran_s: dict[CallId, float] = {}
         """How long calls that yielded have run so far."""
+        self.run_orders: dict[CallId, int] = {}
+        """Of generates, the last order to run each: what is said under an older one was said before it."""
         self.setbacks: dict[CallId, str] = {}
         """Why the last attempt of a call did not begin, where that does not count against it."""
         self.specs: dict[CallId, types_pb2.CallSpec] = {}
@@ -347,7 +349,10 @@ class Ledger:
             else:
                 on_worker.pop(call.call_id, None)
         if not live:
-            for volatile in (self.ready_since, self.progress, self.ran_s, self.setbacks, self.specs):
+            for volatile in (
+                *(self.ready_since, self.progress, self.ran_s),
+                *(self.run_orders, self.setbacks, self.specs),
+            ):
                 volatile.pop(call.call_id, None)
 
     def _put_pull(self, call: Call, source_id: ModelId, *, live: bool) -> None:

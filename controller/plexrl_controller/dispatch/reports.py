@@ -98,7 +98,9 @@ class ReportRecorder:
                 self._core.ledger.progress[call.call_id] = (report.progress.done, report.progress.total)
                 self._core.hub.publish(call)
             case "yielded" if call.state in (CallState.DISPATCHED, CallState.RUNNING):
-                self._call_yielded(batch, call, report)
+                # One that is parked says so again when it is asked again, and may have been told to go on meanwhile.
+                if report.order_id >= self._core.ledger.run_orders.get(call.call_id, 0):
+                    self._call_yielded(batch, call, report)
             case "finished" if call.state in call_lifecycle.ON_WORKER:
                 self._call_finished(batch, call, report, result)
             case _:

@@ -19,7 +19,7 @@ from plexrl_controller.dispatch.snapshots import order_due
 from plexrl_controller.domain.errors import ControllerError, FailedPrecondition
 from plexrl_controller.domain.ids import CallId, ModelId, WorkerId
 from plexrl_controller.domain.records import Model, Worker
-from plexrl_controller.domain.states import CallState, ModelState, WorkerState
+from plexrl_controller.domain.states import CallKind, CallState, ModelState, WorkerState
 from plexrl_controller.lifecycle import calls as call_lifecycle
 from plexrl_controller.lifecycle.models import ModelEvent
 from plexrl_controller.lifecycle.workers import WorkerEvent
@@ -215,6 +215,8 @@ async def _send_again(core: Core, worker_id: WorkerId) -> None:
         concurrent = ledger.session_of(call) is not None
         spec, weights = await core.spec(call), weight_source(ledger, call)
         orders.append(core.orders.run(call, spec, after, concurrent=concurrent, weights=weights))
+        if call.kind is CallKind.GENERATE:
+            ledger.run_orders[call.call_id] = orders[-1].order_id
         if call.state is CallState.CANCELLING:
             # Its end may have been reported into the broken stream: an abort alone would not bring that report back.
             orders.append(core.orders.abort(call))
