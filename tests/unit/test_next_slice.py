@@ -330,6 +330,18 @@ def test_each_order_ranks_by_its_own_measure() -> None:
     }
 
 
+@pytest.mark.parametrize("known_s", [0.001, 0.1, 10.0])
+def test_a_new_job_is_not_passed_by_one_that_has_waited_less_for_being_known_as_short(known_s: float) -> None:
+    """Two jobs of short calls took turns of a whole slice each; a third waited for as many as a second has calls."""
+    known = job("b", NOW - 10.0)
+    call = replace(known.models[0].ready[0], expected_s=known_s)
+    known = replace(known, models=(replace(known.models[0], ready=(call,)),))
+    new = job("c", NOW - 11.0)
+    action = decide(group(known, new), Policy(order=Order.HRRS))
+    assert isinstance(action, Serve)
+    assert action.job_id == "c"
+
+
 def test_a_heavier_job_waits_less_for_its_turn() -> None:
     light, heavy = job("light", 50.0), job("heavy", 60.0, weight=3.0)
     for order in (Order.HRRS, Order.LAS):

@@ -13,7 +13,9 @@ from plexrl_controller.scheduling.residency import background, make_room
 from plexrl_controller.scheduling.views import GroupView, JobView, ModelView, ReadyCall
 
 UNKNOWN_WORK_S = 1.0
-"""What a call of which nothing is known counts for in the response ratio."""
+"""What calls of which nothing is known count for at most in the response ratio: no more than those of any job beside
+them, or a job that is new would wait for as many turns of the others as theirs are shorter than this.
+"""
 
 
 def next_slice(view: GroupView, now: float, policy: Policy) -> Plan:
@@ -199,13 +201,20 @@ def _choose(
         return min(starving, key=lambda job: (job.last_served, job.job_id))
     if serving is None and len(waiting) == 1:
         return waiting[0]
-    ranked = [(*_rank(job, waiting_since(job), now, policy), job.job_id, job) for job in waiting]
+    work_s = {job.job_id: _work_s(job) for job in (*waiting, *([serving] if serving is not None else []))}
+    unknown_s = min((known for known in work_s.values() if known), default=UNKNOWN_WORK_S)
+    unknown_s = min(unknown_s, UNKNOWN_WORK_S)
+
+    def rank(job: JobView, since: float) -> tuple[bool, float, float]:
+        return _rank(job, work_s[job.job_id] or unknown_s, since, now, policy)
+
+    ranked = [(*rank(job, waiting_since(job)), job.job_id, job) for job in waiting]
     if serving is not None:
-        ranked.append((*_rank(serving, now, now, policy), serving.job_id, serving))
+        ranked.append((*rank(serving, now), serving.job_id, serving))
     return min(ranked)[-1]
 
 
-def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool, float, float]:
+def _rank(job: JobView, work_s: float, since: float, now: float, policy: Policy) -> tuple[bool, float, float]:
     """Least first; job ids, which are unique, settle ties."""
     match policy.order:
         case Order.LAS:
@@ -213,7 +222,7 @@ def _rank(job: JobView, since: float, now: float, policy: Policy) -> tuple[bool,
         case Order.FIFO:
             return job.over_quota, since, since
         case Order.HRRS:
-            cost_s = _setup_s(job) + (_work_s(job) or UNKNOWN_WORK_S)
+            cost_s = _setup_s(job) + work_s
             ratio = (job.weight * (now - since) + cost_s) / cost_s
             return job.over_quota, -ratio, since
 
