@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -76,7 +77,7 @@ class EndsAtFirst(worker_pb2_grpc.WorkerServiceServicer):
         self.orders: list[int] = []
 
     async def Execute(
-        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: Any
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         self.opened += 1
         if self.opened <= self._times:
@@ -91,7 +92,7 @@ class EndsAtFirst(worker_pb2_grpc.WorkerServiceServicer):
             self.orders += [order.order_id for order in frame.orders]
 
     async def GetStatus(
-        self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+        self, request: worker_pb2.GetStatusRequest, context: Any
     ) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus(worker_id="worker-1", worker_incarnation=1)
 
@@ -100,7 +101,7 @@ class EndsAtFirst(worker_pb2_grpc.WorkerServiceServicer):
 @pytest.mark.parametrize("how", ["are refused", "end", "break"])
 async def test_every_order_goes_out_on_the_stream_that_is_open(how: str, times: int) -> None:
     """A deploy order that went to a stream that had ended was never sent again: its model waited for ever."""
-    worker, server = EndsAtFirst(how, times), grpc.aio.server()
+    worker, server = EndsAtFirst(how, times), grpc.aio.server()  # type: ignore[abstract]
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
