@@ -91,9 +91,7 @@ class EndsAtFirst(worker_pb2_grpc.WorkerServiceServicer):
         async for frame in request_iterator:
             self.orders += [order.order_id for order in frame.orders]
 
-    async def GetStatus(
-        self, request: worker_pb2.GetStatusRequest, context: Any
-    ) -> worker_pb2.WorkerStatus:
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus(worker_id="worker-1", worker_incarnation=1)
 
 
