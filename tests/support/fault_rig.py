@@ -148,7 +148,7 @@ class Rig:
 
         async def provoke() -> None:
             nonlocal wanted
-            if provocation is None or not _reaches(here := self.heard(), wanted):
+            if provocation is None or not _reaches(self.heard(), wanted):
                 return
             if provocation.once and not await self.database.connection.fetchval(provocation.once):
                 return
@@ -159,7 +159,8 @@ class Rig:
                 return
             async with self._transfer(provocation.during):
                 await self._strike(provocation.part)
-            wanted = {client: count + client.to_go_on for client, count in here.items()}
+            # Counted from here: a transfer may have been long in coming, and the point is reached in a moment.
+            wanted = {client: count + client.to_go_on for client, count in self.heard().items()}
 
         return provoke
 
