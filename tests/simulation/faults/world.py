@@ -323,6 +323,10 @@ class World:
             except ControllerError as error:
                 if worker.nonce != nonce:
                     return
+                if error.reason == "WORKER_NAME_TAKEN":
+                    # It came back at another address before its end was noticed; it is one again once that has been.
+                    await asyncio.sleep(self.rng.uniform(0.2, 1.0))
+                    continue
                 if error.reason != "STALE_INCARNATION":
                     self.blame(f"worker {worker.name} was answered {error.code}: {error.message}")
                 worker.end_life()
