@@ -3,8 +3,11 @@
 Real processes; the engine is the numpy double, whose training is real.
 """
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import gt
 from pathlib import Path
 
 import pytest
@@ -69,25 +72,27 @@ def test_two_jobs_move_to_the_other_worker_with_their_states(tmp_path: Path) -> 
         with plexrl.connect(local.endpoint, token=local.token) as cluster, cluster.job("probe") as job:
             first = job.model("probe", base=plexrl.Init(shape().config, seed=1))
             first.wait_until_placed()
-        steps = 50
-        killed = False
+        reached = [0, 0, 0]
+        killed, one_at_a_time = threading.Event(), threading.Lock()
 
-        def kill_in_the_middle(step: int) -> bool:
-            nonlocal killed
-            if step == 20 and not killed:
-                killed = True
-                local.kill("worker-0")
-            return step < steps
+        def until_killed(number: int, step: int) -> bool:
+            """Kills once every job is at work, whichever of them is on that worker; nobody is through before."""
+            reached[number] = step
+            with one_at_a_time:
+                if min(reached) >= 10 and not killed.is_set():
+                    killed.set()
+                    local.kill("worker-0")
+            return step < 50 or not killed.is_set()
 
         with ThreadPoolExecutor(3) as pool:
             runs = [
-                pool.submit(run, local, f"job-{n}", shape(VOCAB + 4 * n), tmp_path, kill_in_the_middle)
+                pool.submit(run, local, f"job-{n}", shape(VOCAB + 4 * n), tmp_path, partial(until_killed, n))
                 for n in range(3)
             ]
             disturbed = [future.result(180) for future in runs]
-        assert killed
+        assert killed.is_set()
         assert "worker-0" not in local.pids()
         assert sum(outcome.recoveries for outcome in disturbed) >= 1, "the lost worker had models"
         for n, outcome in enumerate(disturbed):
-            alone: Outcome = run(local, f"alone-{n}", shape(VOCAB + 4 * n), tmp_path, lambda step: step < steps)
+            alone: Outcome = run(local, f"alone-{n}", shape(VOCAB + 4 * n), tmp_path, partial(gt, reached[n]))
             assert outcome == alone, f"job-{n}"
