@@ -1,5 +1,7 @@
 """What an operator's metrics say of a leader: its live records, its workers, and nothing once it no longer leads."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.support import specs
 from tests.support.leader import TENANT, Leader, running_leader
 from tests.support.worker_double import STATE_BYTES
 
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 OF_THE_PROCESS = {"plexrl_build_info", "plexrl_leader", "plexrl_tls_certificate_expiry_timestamp_seconds"}
 
 
@@ -186,3 +189,12 @@ async def test_thousands_of_calls_are_counted_without_the_store_and_make_no_more
         assert read.samples.keys() == few.samples.keys()
         ids = {*leader.core.ledger.calls, *leader.core.ledger.models, *leader.core.ledger.jobs}
         assert not ids & {value for _, *labels in read.samples for _, value in labels}
+
+
+async def test_the_manual_has_a_row_for_every_metric_and_its_alerts_ask_for_no_other() -> None:
+    section = OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    async with running_leader() as leader:
+        suffixes = {"counter": "_total", "info": "_info"}
+        names = {family.name + suffixes.get(family.type, "") for family in figures(leader.core, 1e9)}
+    assert set(re.findall(r"^\| `(plexrl_\w+)", section, re.MULTILINE)) == names
+    assert set(re.findall(r"plexrl_\w+", section)) <= names
