@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import ssl
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ from plexrl.wire import SERVER_OPTIONS
 from plexrl_controller.api.admin import AdminService, RegistryService
 from plexrl_controller.api.auth import AuthInterceptor, token_sha256
 from plexrl_controller.api.calls import CallService
+from plexrl_controller.api.certificate import first_end
 from plexrl_controller.api.jobs import JobService
+from plexrl_controller.api.metrics_server import LoopCollector, MetricsServer, mutual_tls
 from plexrl_controller.api.models import ModelService
 from plexrl_controller.api.payloads import PayloadService
 from plexrl_controller.api.sessions import SessionService
@@ -49,7 +52,7 @@ from plexrl_controller.domain.ids import Tenant, TokenId
 from plexrl_controller.domain.records import Token
 from plexrl_controller.domain.states import Role
 from plexrl_controller.payloads.by_url import open_payloads, require_payloads
-from plexrl_controller.settings import ServeSettings, read_secret
+from plexrl_controller.settings import ServeSettings, is_loopback, read_secret
 from plexrl_controller.store.port import Changes, Store
 from plexrl_controller.store.postgres import PostgresStore
 from plexrl_controller.store.writer import GroupWriter
@@ -83,8 +86,15 @@ async def lead(settings: ServeSettings, store: Store) -> int:
     worker_token = read_secret(settings.worker_token_file)
     admin_token = read_secret(settings.bootstrap_token_file) if settings.bootstrap_token_file is not None else None
     await require_payloads(settings.payload_url, settings.s3_endpoint)
-    _check_port(settings.listen)
-    refuse_revoked(await store.tokens(), worker_token, admin_token)
+    async with _metrics(settings) as metrics:
+        _check_port(settings.listen)
+        refuse_revoked(await store.tokens(), worker_token, admin_token)
+        return await _lead(settings, store, metrics, worker_token, admin_token)
+
+
+async def _lead(
+    settings: ServeSettings, store: Store, metrics: LoopCollector, worker_token: str, admin_token: str | None
+) -> int:
     term = await store.acquire_term(f"{socket.gethostname()}:{os.getpid()}")
     # Only now: it lists what is there and removes what is half written, and until now somebody else may have written.
     payloads = await open_payloads(settings.payload_url, settings.s3_endpoint, settings.tenant_payload_bytes)
@@ -116,15 +126,43 @@ async def lead(settings: ServeSettings, store: Store) -> int:
     # What the start made, the loaded records among it, mostly stays: looking through it would stop all calls each time.
     gc.collect()
     gc.freeze()
+    metrics.core = core
     _log.info("controller_serving", endpoint=endpoint, term=term)
     try:
         return await _until_stopped(dispatcher, writer)
     finally:
+        metrics.core = None
         await health_service.enter_graceful_shutdown()
         await server.stop(STOP_GRACE_S)
         await dispatcher.stop()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(writer.close(), STOP_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _metrics(settings: ServeSettings) -> AsyncIterator[LoopCollector]:
+    """What the metrics are read from, served meanwhile where that is asked for. Raises OSError for a taken port."""
+    loop, listen = asyncio.get_running_loop(), settings.metrics_listen
+    if listen is None:
+        yield LoopCollector(loop, None)
+        return
+    collector = LoopCollector(loop, first_end(settings.tls_cert.read_bytes()) if settings.tls_cert else None)
+    tls = None if is_loopback(listen, "--metrics-listen") else _metrics_tls(settings)
+    server = MetricsServer(listen, collector, tls)
+    server.start()
+    _log.info("metrics_serving", endpoint=server.endpoint)
+    try:
+        yield collector
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def _metrics_tls(settings: ServeSettings) -> ssl.SSLContext:
+    """Beyond loopback: the settings were refused if one of these is missing."""
+    assert settings.tls_cert is not None
+    assert settings.tls_key is not None
+    assert settings.tls_ca is not None
+    return mutual_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
 def build_server(core: Core, transport: GrpcTransport) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:

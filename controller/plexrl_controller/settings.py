@@ -26,6 +26,7 @@ class ServeSettings:
     """Everything that `serve` needs."""
 
     listen: str
+    metrics_listen: str | None
     database_url: str
     payload_url: str
     s3_endpoint: str | None
@@ -53,6 +54,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
         )
 
     flag("listen", "host:port of the gRPC server; port 0 takes a free one", "127.0.0.1:50050")
+    flag(
+        "metrics-listen",
+        "host:port of Prometheus metrics over HTTP, off unless given; beyond loopback over TLS, for clients with a "
+        "certificate of --tls-ca",
+    )
     flag("endpoint-file", "file that gets the host:port once it listens")
     flag("database-url", "SQLAlchemy URL, postgresql+asyncpg://...", required=True)
     flag("payload-url", "where payloads over 64 KiB lie: file:///directory or s3://bucket/prefix", required=True)
@@ -69,7 +75,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, s
     )
     flag("tls-cert", "PEM certificate chain; required beyond loopback")
     flag("tls-key", "PEM private key of --tls-cert")
-    flag("tls-ca", "PEM authorities that worker certificates must chain to (mutual TLS)")
+    flag("tls-ca", "PEM authorities that certificates of workers and of metrics clients must chain to (mutual TLS)")
     defaults = RecoveryPolicy()
     flag(
         "snapshot-replay-s",
@@ -89,21 +95,21 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     """Checks parsed flags. Raises ValueError with a plain sentence."""
     if args.policy not in POLICIES:
         raise ValueError(f"--policy {args.policy}: want one of {', '.join(POLICIES)}")
-    host, colon, port = args.listen.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen {args.listen}: want HOST:PORT")
-    host = host.strip("[]")
     if args.log_level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"--log-level {args.log_level}: want debug, info, warning or error")
     check_payload_url(args.payload_url, args.s3_endpoint)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ValueError("--tls-cert and --tls-key go together")
-    if host not in ("127.0.0.1", "localhost", "::1") and not args.tls_cert:
+    if not is_loopback(args.listen, "--listen") and not args.tls_cert:
         raise ValueError(f"--listen {args.listen}: beyond loopback the server needs --tls-cert and --tls-key")
+    metrics_listen = args.metrics_listen or None
+    if metrics_listen is not None and not is_loopback(metrics_listen, "--metrics-listen"):
+        _require_mutual_tls(metrics_listen, args)
     _check_tls(_path(args.tls_cert), _path(args.tls_key), _path(args.tls_ca))
     policy, chunk_s = POLICIES[args.policy], _number(args.chunk_s, "--chunk-s", 0.1)
     return ServeSettings(
         listen=args.listen,
+        metrics_listen=metrics_listen,
         database_url=args.database_url,
         payload_url=args.payload_url,
         s3_endpoint=args.s3_endpoint,
@@ -127,6 +133,14 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     )
 
 
+def is_loopback(listen: str, flag: str) -> bool:
+    """Whether only this machine can connect there. Raises ValueError for what is no host:port."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{flag} {listen}: want HOST:PORT")
+    return host.strip("[]") in ("127.0.0.1", "localhost", "::1")
+
+
 def read_secret(path: Path) -> str:
     """A token from its file. Raises ValueError when it is none."""
     try:
@@ -142,6 +156,16 @@ def database_url_argument(parser: argparse.ArgumentParser, environ: Mapping[str,
     """Declares the flag of `migrate`."""
     url = environ.get(_PREFIX + "DATABASE_URL")
     parser.add_argument("--database-url", default=url, required=url is None, help="SQLAlchemy URL of the database")
+
+
+def _require_mutual_tls(metrics_listen: str, args: argparse.Namespace) -> None:
+    wanted = {"--tls-cert": args.tls_cert, "--tls-key": args.tls_key, "--tls-ca": args.tls_ca}
+    missing = [flag for flag, value in wanted.items() if not value]
+    if missing:
+        raise ValueError(
+            f"--metrics-listen {metrics_listen}: beyond loopback metrics need {' and '.join(missing)}, since only "
+            "clients with a certificate of --tls-ca are answered; or listen on 127.0.0.1"
+        )
 
 
 def _check_tls(certificate: Path | None, key: Path | None, authorities: Path | None) -> None:

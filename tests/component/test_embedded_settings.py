@@ -1,10 +1,12 @@
 """The data folder of an embedded cluster and what the cluster is told."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from plexrl.cli.main import main
 from plexrl_controller.embedded.process import EmbeddedError
 from plexrl_controller.embedded.settings import PORTS, ClusterSettings, DataFolder
 
@@ -21,6 +23,18 @@ def test_settings_reach_the_supervisor_unchanged(tmp_path: Path) -> None:
         data_dir=tmp_path, workers=3, catalogue_file=tmp_path / "c.toml", restart=False, worker_flags=("--label", "a=b")
     )
     assert ClusterSettings.from_json(settings.to_json()) == settings
+
+
+def test_what_the_controller_alone_needs_to_know_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[ClusterSettings] = []
+
+    def run(settings: ClusterSettings, say: Callable[[str], None], on_ready: Callable[[str], None]) -> int:
+        told.append(settings)
+        return 0
+
+    monkeypatch.setattr("plexrl_controller.embedded.foreground.run", run)
+    assert main(["up"]) == main(["up", "--metrics-listen", "127.0.0.1:7401"]) == 0
+    assert [settings.controller_flags for settings in told] == [(), ("--metrics-listen", "127.0.0.1:7401")]
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"threads": 0}, {"device": "tpu"}])

@@ -146,6 +146,7 @@ async def test_too_large_a_payload_is_refused_with_the_limit(store: PayloadStore
 
 
 async def test_the_quota_is_the_tenants_own(store: PayloadStore) -> None:
+    assert store.quota_bytes == QUOTA_BYTES
     first = await store.put(ACME, b"1" * (3 * CHUNK_BYTES))
     with pytest.raises(ResourceExhausted, match=str(QUOTA_BYTES)):
         await store.put(ACME, b"2" * (CHUNK_BYTES + 1))

@@ -40,6 +40,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help='TOML file of NAME = "DIRECTORY": models that jobs may name',
     )
+    parser.add_argument(
+        "--metrics-listen", metavar="HOST:PORT", help="where the controller serves Prometheus metrics, off unless given"
+    )
     parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -66,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
             engine=options.engine,
             policy=options.policy,
             catalogue_file=options.catalogue_file,
+            controller_flags=("--metrics-listen", options.metrics_listen) if options.metrics_listen else (),
         )
     except EmbeddedError as error:
         print(error, file=sys.stderr)

@@ -64,6 +64,10 @@ class HeldPayloads(ABC):
     def stored_bytes(self, tenant: Tenant) -> int:
         return self._ledger.used_bytes(owner_of(tenant))
 
+    @property
+    def quota_bytes(self) -> int:
+        return self._ledger.quota_bytes
+
     async def sweep(self) -> int:
         unreferenced = list(self._ledger.unreferenced())
         freed_bytes = sum(self._ledger.size(key) for key in unreferenced)

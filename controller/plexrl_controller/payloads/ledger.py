@@ -36,7 +36,7 @@ class Ledger:
     """Sizes, references and quotas. `reserve` goes before the bytes are written, `settle` or `cancel` after."""
 
     def __init__(self, quota_bytes: int, max_payload_bytes: int) -> None:
-        self._quota_bytes = quota_bytes
+        self.quota_bytes = quota_bytes
         self._max_payload_bytes = max_payload_bytes
         self._sizes: dict[Key, int] = {}
         self._references: Counter[Key] = Counter()
@@ -78,8 +78,8 @@ class Ledger:
         """Claims `more_bytes` for a payload that has `payload_bytes` with them. Raises ResourceExhausted."""
         if payload_bytes > self._max_payload_bytes:
             raise _exhausted("a payload may have", self._max_payload_bytes, "PAYLOAD_TOO_LARGE")
-        if self._used[owner] + more_bytes > self._quota_bytes:
-            raise _exhausted("the tenant's stored payloads may have", self._quota_bytes, "PAYLOAD_QUOTA")
+        if self._used[owner] + more_bytes > self.quota_bytes:
+            raise _exhausted("the tenant's stored payloads may have", self.quota_bytes, "PAYLOAD_QUOTA")
         self._used[owner] += more_bytes
 
     def cancel(self, owner: str, reserved_bytes: int) -> None:

@@ -72,6 +72,11 @@ class PayloadStore(Protocol):
         """Bytes that count against the tenant's quota."""
         ...
 
+    @property
+    def quota_bytes(self) -> int:
+        """The quota of each tenant."""
+        ...
+
     async def sweep(self) -> int:
         """Deletes content that nobody holds a reference to; returns the bytes that this freed."""
         ...

@@ -100,6 +100,11 @@ class GroupWriter:
         return self._term
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes changes: nothing has ended it, and nobody has asked it to end."""
+        return not self._stopped.done() and not self._closing
+
+    @property
     def queued_rows(self) -> int:
         """Rows that are not durable yet."""
         return self._queued_rows
