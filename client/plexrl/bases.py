@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
 
 from plexrl import errors
 from plexrl.connection import Connection
@@ -57,7 +56,9 @@ def to_wire(base: Base, connection: Connection) -> m.ModelBase:
             payload_ids = {path.name: _upload(path, connection) for path in files}
             return m.ModelBase(bundle=m.BundleBase(payload_ids=payload_ids))
         case _:
-            assert_never(base)
+            raise errors.InvalidArgument(
+                f"base: {base!r}, want plexrl.Init(config), plexrl.Catalogue(name) or plexrl.Bundle(directory)"
+            )
 
 
 def bundle_files(directory: Path) -> list[Path]:

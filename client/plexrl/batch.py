@@ -11,7 +11,7 @@ import numpy as np
 
 from plexrl import errors
 from plexrl.results import Completions, ragged
-from plexrl.wire import Float32Array, Int32Array
+from plexrl.wire import Float32Array, Int32Array, integers
 
 Tokens = Sequence[int] | Int32Array
 
@@ -50,7 +50,7 @@ class TrainingBatch:
         if prompt_lengths.size == 0 or prompt_lengths.min() < 1:
             raise errors.InvalidArgument("prompts: every sequence needs a prompt of at least one token")
         pairs = zip(prompts, targets, strict=True)
-        token_ids = np.concatenate([np.asarray(part, np.int32) for pair in pairs for part in pair])
+        token_ids = np.concatenate([integers(part) for pair in pairs for part in pair])
         weights = _spread(_weights(target_lengths, normalise), prompt_lengths, target_lengths)
         return cls(token_ids, prompt_lengths + target_lengths, weights)
 
@@ -68,7 +68,7 @@ class TrainingBatch:
 
         ref_logprobs: one float32 array per completion, aligned with its tokens.
         """
-        if not prompts or len(completions) % len(prompts):
+        if len(prompts) == 0 or len(completions) % len(prompts):
             raise errors.InvalidArgument(
                 f"completions: {len(completions)} are not a multiple of the {len(prompts)} prompts"
             )

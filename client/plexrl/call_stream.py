@@ -7,6 +7,7 @@ acknowledged once their future has delivered them. Knows nothing of what the cal
 import asyncio
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from plexrl import errors
+from plexrl.cancels import Cancels
 from plexrl.connection import Connection
 from plexrl.futures import CallFuture, Outcome, wake_together
 from plexrl.results import Result, decode
@@ -60,6 +62,7 @@ class TrackedCall:
         self.kind = _kind_name(submit, call)
         self.cancelling = False
         self.abandoned = False
+        self.refused_since_s: float | None = None
         self.waiters: list[asyncio.Future[None]] = []
         self.outcome: Outcome[Result] = Outcome()
         self.size_bytes = size_bytes
@@ -130,6 +133,9 @@ class CallStream:
         self._dropped: deque[TrackedCall] = deque()
         self._session_listeners: dict[str, Callable[[s.Session], None]] = {}
         self._generation = 0
+        self._pid = os.getpid()
+        self._cancels = Cancels(connection, job_id)
+        self._again: errors.Unavailable | None = None
         self._rpc: grpc.Call | None = None
         self._ended: errors.PlexRLError | None = None
         self._thread = threading.Thread(target=self._run, name=f"plexrl-calls-{job_id}", daemon=True)
@@ -162,6 +168,11 @@ class CallStream:
         Raises InvalidArgument for a call that no message can hold, PredecessorFailed while the sequence has a hole, and
         the error that ended the stream.
         """
+        if os.getpid() != self._pid:
+            raise errors.ConfigurationError(
+                "this process was forked from the one that made the job, and has none of its threads: connect anew and "
+                "cluster.attach(...) here, or start processes by spawn"
+            )
         size_bytes = request.ByteSize() + 1024
         if size_bytes > self._max_message_bytes:
             raise errors.InvalidArgument(
@@ -210,7 +221,7 @@ class CallStream:
                 return
             tracked.cancelling = True
             if tracked.call_id is not None:
-                self._send_cancel(tracked.call_id)
+                self._cancels.send(tracked.call_id)
 
     def send_acks(self) -> None:
         """Sends the acknowledgements that wait, for whoever lets go of the job; without an answer they are given up."""
@@ -236,6 +247,15 @@ class CallStream:
     # --- the stream's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as defect:
+            # Without this thread no call would ever hear anything.
+            log.exception("the call stream of job %s failed", self._job_id)
+            what = f"this client's call stream failed ({defect!r}): attach to the job again"
+            self._settle_all(errors.PlexRLError(what))
+
+    def _serve(self) -> None:
         retry = self.connection.retry
         failures, failing_since = 0, 0.0
         while self._ended is None:
@@ -250,6 +270,11 @@ class CallStream:
                 error = errors.from_rpc(rpc_error)
             except errors.ConfigurationError as closed:
                 error = closed
+            except errors.Unavailable as not_now:
+                # Refused for now: what has not been accepted comes again, in order, on a stream of its own.
+                error = not_now
+                if self._rpc is not None:
+                    self._rpc.cancel()
             if self._ended is not None:
                 return
             now = time.monotonic()
@@ -344,9 +369,12 @@ class CallStream:
                 elif kind == "session":
                     changed.append(message.session)
             woken, self._to_wake = self._to_wake, []
+            again, self._again = self._again, None
         wake_together(woken)
         for session in changed:
             self._tell(session)
+        if again is not None:
+            raise again
 
     def _tell(self, session: s.Session) -> None:
         with self._lock:
@@ -376,12 +404,15 @@ class CallStream:
             tracked.submit = None
         if first and (tracked.cancelling or self._behind_hole(tracked)):
             tracked.cancelling = True
-            self._send_cancel(call.call_id)
+            self._cancels.send(call.call_id)
         if call.state in TERMINAL:
             self._settle(tracked, call)
 
     def _settle(self, tracked: TrackedCall, call: c.Call) -> None:
         if call.state != t.CALL_STATE_SUCCEEDED:
+            tracked.outcome.set_exception(errors.from_status(call.error))
+        elif call.HasField("error"):
+            # It has succeeded, and what it returned cannot be told any more.
             tracked.outcome.set_exception(errors.from_status(call.error))
         elif call.HasField("result"):
             try:
@@ -396,7 +427,12 @@ class CallStream:
             self._abandon(tracked)
 
     def _reject(self, rejected: c.SubmitRejected) -> None:
-        tracked = self._calls.pop(rejected.request_id, None)
+        tracked = self._calls.get(rejected.request_id)
+        error = errors.from_status(rejected.error)
+        if tracked is not None and isinstance(error, errors.Unavailable) and self._may_ask_again(tracked):
+            self._again = error
+            return
+        self._calls.pop(rejected.request_id, None)
         if tracked is None or tracked.outcome.done():
             return
         if tracked.sequence:
@@ -405,8 +441,16 @@ class CallStream:
             for other in self._calls.values():
                 if other.call is not None and not other.outcome.done() and self._behind_hole(other):
                     self.cancel(other)
-        tracked.outcome.set_exception(errors.from_status(rejected.error))
+        tracked.outcome.set_exception(error)
         self._wake_waiters(tracked)
+
+    def _may_ask_again(self, tracked: TrackedCall) -> bool:
+        """Whether a submit that was refused for now is sent again: it may even have been accepted, for all that the
+        controller knows that lost its database or its lead. As long as a controller may be away."""
+        now = time.monotonic()
+        if tracked.refused_since_s is None:
+            tracked.refused_since_s = now
+        return not tracked.outcome.done() and now - tracked.refused_since_s <= self.connection.retry.bound_s
 
     def _behind_hole(self, tracked: TrackedCall) -> bool:
         if not tracked.sequence or tracked.model_id not in self._counters:
@@ -451,18 +495,6 @@ class CallStream:
             log.warning("%s failed and nobody took its result: %s", tracked.description, error)
         del self._calls[tracked.request_id]
         self._queue_ack(tracked)
-
-    def _send_cancel(self, call_id: str) -> None:
-        """In a thread of its own: the rpc may have to wait for the controller to come back."""
-        request = c.CancelCallRequest(request_id=uuid.uuid4().hex, call_id=call_id)
-
-        def send() -> None:
-            try:
-                self.connection.unary(self.connection.calls.CancelCall, request)
-            except errors.PlexRLError as error:
-                log.warning("cancel of %s failed: %s", call_id, error)
-
-        threading.Thread(target=send, name=f"plexrl-cancel-{call_id}", daemon=True).start()
 
     def _settle_all(self, reason: errors.PlexRLError) -> None:
         with self._lock:

@@ -157,10 +157,14 @@ class Connection:
     def __init__(self, target: Target, retry: Retry | None = None) -> None:
         self.target = target
         self.retry = retry or Retry()
+        self._closed = False
         self.metadata: Metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
         # Without a pool of its own, gRPC would fold several channels to one endpoint into one TCP connection, and a
         # large result would delay a heartbeat.
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        options: tuple[tuple[str, int], ...] = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        if is_loopback(target.endpoint):
+            # A token in clear text stays on this machine: gRPC would hand it to the proxy of the environment.
+            options = (*options, ("grpc.enable_http_proxy", 0))
         if target.tls:
             self._channel = grpc.secure_channel(target.endpoint, _credentials(target.tls), options)
         else:
@@ -200,6 +204,8 @@ class Connection:
         give_up = time.monotonic() + bound_s
         failures, speak_at = 0, time.monotonic() + QUIET_S
         while True:
+            if self._closed:
+                raise errors.ConfigurationError("this connection has been closed: plexrl.connect() makes another")
             try:
                 return attempt()
             except grpc.RpcError as rpc_error:
@@ -235,6 +241,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the channel; rpcs in flight end as cancelled."""
+        self._closed = True
         self._channel.close()
 
 

@@ -93,6 +93,9 @@ class Job:
         configuration's. micro_batch_tokens: most tokens in one forward pass of the trainer, 0 means the worker's
         default. lora: adapters over a frozen base are trained instead of all parameters.
         """
+        for field, value, known in (("precision", precision, _PRECISIONS), ("role", role, _ROLES)):
+            if value not in known:
+                raise errors.InvalidArgument(f"{field}: {value!r} is unknown, want one of {', '.join(known)}")
         settings = m.ModelSettings(
             precision=_PRECISIONS[precision],
             max_sequence_tokens=max_sequence_tokens,

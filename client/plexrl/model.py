@@ -138,6 +138,8 @@ class Model:
         """
         if any(isinstance(prompt, str) for prompt in prompts):
             raise errors.InvalidArgument("prompts: want token ids, not text: model.tokenize(texts) makes them")
+        if isinstance(stop, str):
+            raise errors.InvalidArgument("stop: want a list of strings, not one string")
         if leave and not 0 <= leave < len(prompts) * n:
             raise errors.InvalidArgument(f"leave: {leave} of {len(prompts) * n} completions, want fewer than there are")
         # In place: a message that is built apart is copied into the one that it is part of.
@@ -279,8 +281,12 @@ class Model:
                 spec = t.LoadCheckpointSpec(checkpoint_id=checkpoint.checkpoint_id)
             case str():
                 spec = t.LoadCheckpointSpec(checkpoint_id=checkpoint)
-            case _:
+            case _BaseMarker():
                 spec = t.LoadCheckpointSpec(base=True)
+            case _:
+                raise errors.InvalidArgument(
+                    f"checkpoint: {checkpoint!r}, want a Checkpoint (of a future: its result()), an id, or plexrl.BASE"
+                )
         return self._load(spec, tags, timeout_s)
 
     @CallFunction

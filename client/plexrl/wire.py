@@ -26,6 +26,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A server takes pings on a quiet connection for an attack unless it expects them as often as they come.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Unless told otherwise gRPC tries a lost peer again after up to two minutes: leases are shorter than that.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 # A server that is not told otherwise ends a connection whose idle peer pings as often as the options above say.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -70,9 +74,21 @@ def tensor(array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: 
 def put_tensor(message: t.Tensor, array: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: str) -> None:
     """Packs an array into an empty Tensor: within a larger message, that saves a copy."""
     message.dtype = wire_dtype = _WIRE_DTYPES[dtype]
-    packed = np.asarray(array, dtype=_DTYPES[wire_dtype])
+    packed = np.asarray(integers(array) if dtype == "int32" else array, dtype=_DTYPES[wire_dtype])
     message.shape.extend(packed.shape)
     message.data = packed.tobytes()
+
+
+def integers(values: Sequence[int] | Sequence[float] | NDArray[np.generic]) -> Int32Array:
+    """Values as int32. Raises WireError for what is no int32: numpy would cut fractions off and wrap large numbers."""
+    found = np.asarray(values)
+    if found.dtype == np.int32:
+        return found
+    if found.size and found.dtype.kind not in "iu":
+        raise WireError(f"want whole numbers, these are {found.dtype}")
+    if found.size and (found.min() < -(2**31) or found.max() >= 2**31):
+        raise WireError(f"want int32 numbers, these are from {found.min()} to {found.max()}")
+    return found.astype(np.int32)
 
 
 def array(message: t.Tensor, dtype: str, *, name: str = "tensor") -> NDArray[np.generic]:
@@ -134,7 +150,7 @@ def token_batch(sequences: Sequence[Sequence[int] | Int32Array]) -> t.TokenBatch
 def put_token_batch(message: t.TokenBatch, sequences: Sequence[Sequence[int] | Int32Array]) -> None:
     """Packs token sequences into an empty ragged batch."""
     lengths = [len(sequence) for sequence in sequences]
-    parts = [np.asarray(sequence, np.int32) for sequence in sequences]
+    parts = [integers(sequence) for sequence in sequences]
     flat = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
     put_tensor(message.token_ids, flat, "int32")
     put_tensor(message.lengths, lengths, "int32")

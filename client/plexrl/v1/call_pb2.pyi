@@ -156,7 +156,9 @@ class Call(_message.Message):
     """generate: the session that it was submitted in."""
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """Of FAILED, CANCELLED and EXPIRED: a status whose message says what to do."""
+        """Of FAILED, CANCELLED and EXPIRED: a status whose message says what to do. On the stream also of SUCCEEDED, in the
+        place of a result that is damaged or gone (DATA_LOSS, RESULT_LOST): what the call did stands.
+        """
 
     @_builtins.property
     def result(self) -> _types_pb2.CallResult:

@@ -15,7 +15,7 @@ from plexrl_controller.api.status import normalize, status_of
 from plexrl_controller.dispatch import limits, sessions, submit
 from plexrl_controller.dispatch.core import Core
 from plexrl_controller.dispatch.hub import Subscription
-from plexrl_controller.domain.errors import ControllerError, InvalidArgument, NotFound
+from plexrl_controller.domain.errors import ControllerError, DataLoss, InvalidArgument, NotFound
 from plexrl_controller.domain.ids import CallId, ModelId, SessionId
 from plexrl_controller.domain.records import Call, Job
 from plexrl_controller.domain.states import CallKind
@@ -89,7 +89,7 @@ class JobStream:
                         result_bytes = call.result.size_bytes if call.result is not None else 0
                         message = frames_out.add(result_bytes).updated
                         if not messages.fill_small_call(message, core, call):
-                            message.CopyFrom(await messages.full_call_message(core, call))
+                            message.CopyFrom(await self._with_result(call))
                 for news in session_news(core, self._subscription):
                     frames_out.add().session.CopyFrom(news)
                 for frame in frames_out.frames:
@@ -105,6 +105,16 @@ class JobStream:
             core.hub.leave_job(job_id, self._subscription)
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reader, *self._tasks, return_exceptions=True)
+
+    async def _with_result(self, call: Call) -> call_pb2.Call:
+        """One that is damaged or gone is told in its place, as the error: it must not end the stream of the others."""
+        try:
+            return await messages.full_call_message(self._core, call)
+        except (DataLoss, NotFound) as error:
+            message = messages.call_message(self._core, call)
+            lost = DataLoss(f"the call succeeded, and its result is lost: {error.message}", reason="RESULT_LOST")
+            message.error.CopyFrom(status_of(lost))
+            return message
 
     def _news(self, call_id: CallId) -> Call | None:
         """The call, if there is something new to tell of it."""
@@ -185,7 +195,7 @@ class JobStream:
                 submission = self._checks.submission(request)
                 looked_up = submission.kind is CallKind.LOAD_CHECKPOINT and request.spec.load_checkpoint.checkpoint_id
                 if looked_up or not submit.may_accept_now(self._core, submission):
-                    self._accept_behind(request)
+                    self._accept_behind(request, len(submission.spec_bytes))
                 else:
                     accepted.append(submit.accept_now(self._core, batch, submission))
             except Exception as error:  # noqa: BLE001 - one bad submit must not end the stream; it is answered with its status

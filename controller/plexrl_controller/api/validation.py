@@ -20,6 +20,7 @@ _SETTINGS_OF_LOSS = {
         frozenset({"advantages", "old_logprobs", "ref_logprobs"}),
         frozenset({"clip_low", "clip_high", "kl_coef"}),
     ),
+    types_pb2.LOSS_CISPO: (frozenset({"advantages", "old_logprobs"}), frozenset({"clip_low", "clip_high"})),
     types_pb2.LOSS_LINEAR: (frozenset({"logprob_grads"}), frozenset[str]()),
 }
 """Per loss: the arrays and the settings that it uses."""

@@ -22,7 +22,7 @@ from plexrl_controller.dispatch.replay_log import RecoveryPolicy
 from plexrl_controller.dispatch.transport import Transport
 from plexrl_controller.dispatch.turns import Turns
 from plexrl_controller.dispatch.uploads import Uploads
-from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
+from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound, Unavailable
 from plexrl_controller.domain.ids import CallId, SessionId, Tenant, WorkerId
 from plexrl_controller.domain.records import Call, Job, Model, Payload, Record, Session, Worker
 from plexrl_controller.domain.states import WorkerState
@@ -176,9 +176,9 @@ class Core:
             ]
             self.transport.send(worker.worker_id, [self.orders.expire_snapshots(gone, worker.incarnation)])
 
-    async def keep(self, data: bytes, tenant: Tenant) -> Payload:
+    async def keep(self, data: bytes, tenant: Tenant, *, beyond_quota: bool = False) -> Payload:
         """Makes bytes durable: inline up to 64 KiB, else in the payload store."""
-        payload = await inline.keep(self.payloads, tenant, data)
+        payload = await inline.keep(self.payloads, tenant, data, beyond_quota=beyond_quota)
         if payload.inline is None:
             self._bytes.put(payload.sha256, data)
         return payload
@@ -196,7 +196,11 @@ class Core:
     async def unkeep(self, tenant: Tenant, *payloads: Payload | None) -> None:
         """Gives up what `keep` stored; bytes that nobody else needs are deleted."""
         for payload in payloads:
-            await inline.release(self.payloads, tenant, payload)
+            try:
+                await inline.release(self.payloads, tenant, payload)
+            except Unavailable as error:
+                # Its reference is gone; the next start finds what is left of it. The others must go all the same.
+                log.warning("payload_not_deleted", detail=error.message)
 
     def _unkeep_later(self, payloads: Sequence[tuple[Tenant, Payload]]) -> None:
         """Gives payloads up in the background; what a crash leaves is swept at the next start."""

@@ -20,7 +20,7 @@ from plexrl_controller.dispatch.replays import replayed_call
 from plexrl_controller.dispatch.sessions import grace_left_s, note_shares, tell_grants
 from plexrl_controller.dispatch.views import group_view
 from plexrl_controller.dispatch.yielding import ask_to_yield, yields_s
-from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound
+from plexrl_controller.domain.errors import ControllerError, DataLoss, NotFound, Unavailable
 from plexrl_controller.domain.ids import WorkerId
 from plexrl_controller.domain.records import Call, Interval, Worker
 from plexrl_controller.domain.states import CallKind, CallReason, CallState, IntervalKind, ModelState
@@ -36,6 +36,9 @@ MAX_ARGUMENT_BYTES = 256 * 1024 * 1024
 
 REJECTED_RETRY_S = 1.0
 """A decision that breaks an invariant is looked for anew after this long, should nothing wake the group before."""
+
+READ_AGAIN_S = 1.0
+"""Arguments that the payload store could not give are read again after this long, unless it says when."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
@@ -196,6 +199,10 @@ class GroupCycle:
             elif call is not None and call.state in (CallState.PENDING, CallState.YIELDED):
                 fail(batch, call, CallReason.ENGINE_ERROR, error.message)
             core.queue(batch)
+        except Unavailable as error:
+            # The arguments are where they were: the call waits for the storage, and nobody else does.
+            log.warning("arguments_not_read", call=ready.call_id, detail=error.message)
+            await asyncio.sleep(error.retry_after_s or READ_AGAIN_S)
         finally:
             self._reading = None
             core.wake(self._worker_id)

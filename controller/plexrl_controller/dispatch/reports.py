@@ -79,7 +79,8 @@ class ReportRecorder:
         if replay is None and (call.attempt != report.call.attempt or call.state not in call_lifecycle.ON_WORKER):
             # Of an older attempt, or heard before: it changes nothing, so nothing of it is kept.
             return None
-        return await self._core.keep(report.finished.result.SerializeToString(), call.tenant)
+        # A quota refuses new work. What was executed is kept: to refuse it would break the worker's link for all jobs.
+        return await self._core.keep(report.finished.result.SerializeToString(), call.tenant, beyond_quota=True)
 
     def _event(self, batch: Batch, worker_id: WorkerId, report: worker_pb2.Report, result: Payload | None) -> None:
         if self._replayed(batch, report, result):

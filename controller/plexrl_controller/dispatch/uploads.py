@@ -4,15 +4,20 @@ Holds are in memory. What nobody holds when a controller starts gets the same ho
 restart is still there for the CreateModel that follows it.
 """
 
+from collections import deque
+
+import structlog
+
 from plexrl.v1 import model_pb2
 from plexrl_controller.dispatch.ledger import Ledger
-from plexrl_controller.domain.errors import FailedPrecondition, NotFound
+from plexrl_controller.domain.errors import FailedPrecondition, NotFound, Unavailable
 from plexrl_controller.domain.ids import ModelId, Tenant
 from plexrl_controller.domain.records import Model, Payload
 from plexrl_controller.lifecycle import models as model_lifecycle
 from plexrl_controller.payloads.port import PayloadStore
 
 UPLOAD_HOLD_S = 3600.0
+_log = structlog.get_logger(__name__)
 
 
 class Uploads:
@@ -22,6 +27,7 @@ class Uploads:
         self._payloads = payloads
         self._until: dict[tuple[Tenant, str], float] = {}
         self._bases: dict[ModelId, list[tuple[Tenant, Payload]]] = {}
+        self._due: deque[tuple[Tenant, Payload]] = deque()
         self._sweep_at: float | None = None
 
     def start(self, ledger: Ledger, now: float) -> list[Payload]:
@@ -71,14 +77,24 @@ class Uploads:
             for model_id in self._bases
             if (model := ledger.models.get(model_id)) is None or model.state in model_lifecycle.TERMINAL
         ]
-        references = [(tenant, Payload(digest, -1)) for tenant, digest in late]
+        self._due.extend((tenant, Payload(digest, -1)) for tenant, digest in late)
         for model_id in gone:
-            references += self._bases.pop(model_id)
-        for tenant, payload in references:
-            await self._payloads.release(tenant, payload)
+            self._due.extend(self._bases.pop(model_id))
+        while self._due:
+            tenant, payload = self._due.popleft()
+            try:
+                await self._payloads.release(tenant, payload)
+            except Unavailable as error:
+                # Nobody needs it any more; the next start finds what is left of it. The others wait for the next pass:
+                # each try may take long, and leases wait for this one.
+                _log.warning("payload_not_deleted", payload=payload.sha256, detail=error.message)
+                return
         if self._sweep_at is not None and self._sweep_at < now:
             self._sweep_at = None
-            await self._payloads.sweep()
+            try:
+                await self._payloads.sweep()
+            except Unavailable as error:
+                _log.warning("payloads_not_swept", detail=error.message)
 
 
 def _files(model: Model) -> set[Payload]:

@@ -27,7 +27,7 @@ def wait_until_ready(
     # A fresh channel per look: one that has failed to connect waits longer and longer before it tries again.
     while time.monotonic() < deadline:
         check()
-        with grpc.insecure_channel(endpoint) as channel:
+        with grpc.insecure_channel(endpoint, [("grpc.enable_http_proxy", 0)]) as channel:
             missing = _missing(channel, endpoint, token, worker_names)
         if not missing:
             return

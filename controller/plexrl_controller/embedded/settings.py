@@ -146,7 +146,8 @@ class DataFolder:
         """The newest status; empty when there is none."""
         try:
             status: dict[str, Any] = json.loads(self.status_file.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, json.JSONDecodeError):
+            # An empty one is what a power cut may leave.
             return {}
         return status
 

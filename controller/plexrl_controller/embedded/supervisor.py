@@ -281,7 +281,8 @@ def _environment(**more: str) -> dict[str, str]:
     # Settings of another cluster in the caller's environment must not reach these parts.
     ours = ("PLEXRL_CONTROLLER_", "PLEXRL_WORKER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**environment, **more, "PYTHONUNBUFFERED": "1"}
+    # What the parts say to each other stays on this machine, whatever proxy there is.
+    return {**environment, **more, "PYTHONUNBUFFERED": "1", "no_grpc_proxy": "127.0.0.1,localhost"}
 
 
 def _how(code: int) -> str:

@@ -51,7 +51,9 @@ class DirectoryPayloadStore(HeldPayloads):
             ledger.found(key, size_bytes)
         return cls(root, ledger)
 
-    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+    async def put(
+        self, tenant: Tenant, content: bytes | AsyncIterable[bytes], *, beyond_quota: bool = False
+    ) -> Payload:
         owner = owner_of(tenant)
         partial = self._root / _PARTIAL / token_hex(16)
         reserved_bytes = 0
@@ -59,7 +61,7 @@ class DirectoryPayloadStore(HeldPayloads):
             file = _WrittenBehind(await _in_thread(_create, partial))
             try:
                 async for chunk in chunks_of(content):
-                    self._ledger.reserve(owner, len(chunk), reserved_bytes + len(chunk))
+                    self._ledger.reserve(owner, len(chunk), reserved_bytes + len(chunk), beyond_quota=beyond_quota)
                     reserved_bytes += len(chunk)
                     await file.append(chunk)
                 payload = Payload(await file.finish(), reserved_bytes)
@@ -101,8 +103,12 @@ class DirectoryPayloadStore(HeldPayloads):
         """Takes the names away at once; the blocks of a large file are freed in a thread."""
         leftovers = [self._root / _PARTIAL / token_hex(16) for _ in keys]
         for key, leftover in zip(keys, leftovers, strict=True):
-            with suppress(FileNotFoundError):
+            try:
                 self._path(key).rename(leftover)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise _translate(error) from error
         for leftover in leftovers:
             await _in_thread(leftover.unlink, missing_ok=True)
 

@@ -15,9 +15,11 @@ def inline_payload(content: bytes) -> Payload:
     return Payload(sha256(content).hexdigest(), len(content), content)
 
 
-async def keep(store: PayloadStore, tenant: Tenant, content: bytes) -> Payload:
+async def keep(store: PayloadStore, tenant: Tenant, content: bytes, *, beyond_quota: bool = False) -> Payload:
     """Makes a payload of `content`, durable before it returns unless its record will carry it. Errors as `put`."""
-    return inline_payload(content) if len(content) <= INLINE_LIMIT_BYTES else await store.put(tenant, content)
+    if len(content) <= INLINE_LIMIT_BYTES:
+        return inline_payload(content)
+    return await store.put(tenant, content, beyond_quota=beyond_quota)
 
 
 async def fetch(store: PayloadStore, tenant: Tenant | None, payload: Payload) -> bytes:

@@ -74,11 +74,11 @@ class Ledger:
         self._owners[key[1]].add(key[0])
         self._used[key[0]] += size_bytes
 
-    def reserve(self, owner: str, more_bytes: int, payload_bytes: int) -> None:
+    def reserve(self, owner: str, more_bytes: int, payload_bytes: int, *, beyond_quota: bool = False) -> None:
         """Claims `more_bytes` for a payload that has `payload_bytes` with them. Raises ResourceExhausted."""
         if payload_bytes > self._max_payload_bytes:
             raise _exhausted("a payload may have", self._max_payload_bytes, "PAYLOAD_TOO_LARGE")
-        if self._used[owner] + more_bytes > self.quota_bytes:
+        if not beyond_quota and self._used[owner] + more_bytes > self.quota_bytes:
             raise _exhausted("the tenant's stored payloads may have", self.quota_bytes, "PAYLOAD_QUOTA")
         self._used[owner] += more_bytes
 

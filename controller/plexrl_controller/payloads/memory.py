@@ -32,11 +32,13 @@ class MemoryPayloadStore(HeldPayloads):
         content = self._content[key]
         self._content[key] = bytes([content[0] ^ 1]) + content[1:]
 
-    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+    async def put(
+        self, tenant: Tenant, content: bytes | AsyncIterable[bytes], *, beyond_quota: bool = False
+    ) -> Payload:
         owner, received = owner_of(tenant), bytearray()
         try:
             async for chunk in chunks_of(content):
-                self._ledger.reserve(owner, len(chunk), len(received) + len(chunk))
+                self._ledger.reserve(owner, len(chunk), len(received) + len(chunk), beyond_quota=beyond_quota)
                 received += chunk
         except BaseException:
             self._ledger.cancel(owner, len(received))

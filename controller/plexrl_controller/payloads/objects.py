@@ -100,9 +100,11 @@ class ObjectPayloadStore(HeldPayloads):
             raise _unavailable(error) from error
         return cls(objects, ledger, part_bytes)
 
-    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+    async def put(
+        self, tenant: Tenant, content: bytes | AsyncIterable[bytes], *, beyond_quota: bool = False
+    ) -> Payload:
         owner = owner_of(tenant)
-        upload = _Upload(self._ledger, owner)
+        upload = _Upload(self._ledger, owner, beyond_quota)
         try:
             pieces = upload.measured(chunks_of(content))
             head = await _head(pieces, self._part_bytes)
@@ -112,7 +114,10 @@ class ObjectPayloadStore(HeldPayloads):
             else:
                 payload = await self._write_parts(upload, _joined(head, pieces))
         except BaseException:
-            self._ledger.cancel(owner, upload.size_bytes)
+            if not upload.settled:
+                self._ledger.cancel(owner, upload.size_bytes)
+            else:
+                await self.release(tenant, upload.payload())
             raise
         return payload
 
@@ -128,12 +133,13 @@ class ObjectPayloadStore(HeldPayloads):
     async def _write_parts(self, upload: "_Upload", pieces: AsyncIterator[bytes]) -> Payload:
         partial = f"{_PARTIAL}/{token_hex(16)}"
         try:
-            await obstore.put_async(self._objects, partial, pieces, use_multipart=True, chunk_size=self._part_bytes)
+            await self._put_parts(partial, pieces)
             payload = upload.payload()
             key = upload.owner, payload.sha256
             async with self._exclusive(key):
                 await obstore.copy_async(self._objects, partial, _path(key))
                 self._ledger.settle(key, payload.size_bytes)
+                upload.settled = True
         except BaseError as error:
             # An error of the source comes back wrapped in one of the object store's.
             raise upload.error or _unavailable(error) from error
@@ -142,11 +148,35 @@ class ObjectPayloadStore(HeldPayloads):
                 await obstore.delete_async(self._objects, partial)
         return payload
 
+    async def _put_parts(self, name: str, pieces: AsyncIterator[bytes]) -> None:
+        """Puts an object in parts. These go when the source fails, but not when the wait is cancelled: so it fails."""
+        given_up = asyncio.Event()
+
+        async def put() -> None:
+            source = _until(given_up, pieces)
+            await obstore.put_async(self._objects, name, source, use_multipart=True, chunk_size=self._part_bytes)
+
+        putting = asyncio.ensure_future(put())
+        try:
+            await asyncio.shield(putting)
+        except asyncio.CancelledError:
+            given_up.set()
+            await asyncio.wait([putting])
+            putting.exception()
+            raise
+
     async def _pieces(self, key: Key, digest: Any) -> AsyncIterator[bytes]:
         try:
-            found = await obstore.get_async(self._objects, _path(key))
-            async for piece in found.stream(min_chunk_size=CHUNK_BYTES):
-                view = memoryview(piece)
+            size_bytes = self._ledger.size(key)
+            # In requests of their own: the time limit of one holds until its last byte has been taken, by whoever waits
+            # for the reader of these pieces as well.
+            for first in range(0, max(size_bytes, 1), PART_BYTES):
+                part = (first, min(first + PART_BYTES, size_bytes))
+                options: Any = {"range": part} if size_bytes else None
+                found = await obstore.get_async(self._objects, _path(key), options=options)
+                if found.meta["size"] != size_bytes:
+                    raise DataLoss(f"payload {key[1]} no longer has its size", reason="PAYLOAD_CORRUPT")
+                view = memoryview(await found.bytes_async())
                 for start in range(0, len(view), CHUNK_BYTES):
                     chunk = bytes(view[start : start + CHUNK_BYTES])
                     await asyncio.to_thread(digest.update, chunk)
@@ -183,17 +213,22 @@ class ObjectPayloadStore(HeldPayloads):
 class _Upload:
     """Counts, hashes and reserves the bytes of one upload as they pass; keeps the error that ended it."""
 
-    def __init__(self, ledger: Ledger, owner: str) -> None:
+    def __init__(self, ledger: Ledger, owner: str, beyond_quota: bool) -> None:
+        self._beyond_quota = beyond_quota
         self.owner = owner
         self.size_bytes = 0
         self.error: BaseException | None = None
+        self.settled = False
+        """The reservation has become stored content: it is not given back, it is released."""
         self._ledger = ledger
         self._digest = sha256()
 
     async def measured(self, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         try:
             async for chunk in content:
-                self._ledger.reserve(self.owner, len(chunk), self.size_bytes + len(chunk))
+                self._ledger.reserve(
+                    self.owner, len(chunk), self.size_bytes + len(chunk), beyond_quota=self._beyond_quota
+                )
                 self.size_bytes += len(chunk)
                 self._digest.update(chunk)
                 yield chunk
@@ -219,6 +254,25 @@ async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
     yield head
     async for piece in rest:
         yield piece
+
+
+async def _until(given_up: asyncio.Event, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, or an error as soon as nobody wants them any more."""
+    ending = asyncio.ensure_future(given_up.wait())
+    coming: asyncio.Future[bytes | None] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(pieces, None))
+            await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                raise Unavailable("the upload was given up")
+            if (piece := coming.result()) is None:
+                return
+            yield piece
+    finally:
+        ending.cancel()
+        if coming is not None and not coming.done():
+            coming.cancel()
 
 
 def _path(key: Key) -> str:

@@ -33,11 +33,14 @@ class PayloadStore(Protocol):
     itself. The size of a payload to read may be -1, when only its hash is known.
     """
 
-    async def put(self, tenant: Tenant, content: bytes | AsyncIterable[bytes]) -> Payload:
+    async def put(
+        self, tenant: Tenant, content: bytes | AsyncIterable[bytes], *, beyond_quota: bool = False
+    ) -> Payload:
         """Stores `content` durably and takes a reference; content that is there already is stored once.
 
         Raises ResourceExhausted, with the limit, when the payload or the tenant's stored bytes would grow too large
         or the disk is full; nothing is kept then, nor when the wait is cancelled or the iterable raises.
+        beyond_quota: for what must be kept, such as a result; it counts all the same.
         """
         ...
 

@@ -202,6 +202,9 @@ class PostgresStore:
             await self._engine.dispose()
 
     async def _get(self, codec: RowCodec[R], record_id: str) -> R | None:
+        if "\0" in record_id:
+            # Postgres holds no such text, so nothing has that name.
+            return None
         async with _translated(), self._engine.connect() as connection:
             found = await _all(connection, codec, reads.by_id(codec, record_id))
         return found[0] if found else None
