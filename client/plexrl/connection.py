@@ -40,6 +40,9 @@ Response = TypeVar("Response", covariant=True)
 Item = TypeVar("Item")
 Metadata = tuple[tuple[str, str], ...]
 
+_JITTER = random.Random()
+"""Of its own: jobs seed `random`, and must draw the same numbers however often the SDK had to wait."""
+
 
 class UnaryMethod(Protocol[Request, Response]):
     """A unary rpc of a generated stub."""
@@ -68,7 +71,7 @@ class Retry:
     def delay_s(self, failures: int, hint_s: float | None = None) -> float:
         """Seconds to wait after `failures` failures in a row; never less than the server's own hint."""
         ceiling = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 30))
-        return max(hint_s or 0.0, ceiling * random.uniform(0.5, 1.0))
+        return max(hint_s or 0.0, ceiling * _JITTER.uniform(0.5, 1.0))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
@@ -51,11 +52,13 @@ def test_a_submit_that_is_refused_for_now_comes_again(controller: FakeController
 def test_what_is_refused_for_now_for_too_long_fails(controller: FakeController) -> None:
     controller.refuse = lambda _: status(code_pb2.UNAVAILABLE, "UNAVAILABLE", "the object store does not answer")
     with Cluster(Connection(Target(controller.endpoint, controller.token), Retry(0.5, 0.005, 0.05))) as cluster:
-        model = cluster.job("j").model("policy", base=plexrl.Init({"architectures": ["x"]}))
+        job = cluster.job("j")
+        model = job.model("policy", base=plexrl.Init({"architectures": ["x"]}))
         with pytest.raises(plexrl.Unavailable, match="object store"):
             model.optim_step(lr=0.1)
         controller.refuse = lambda _: None
         assert model.optim_step(lr=0.1).step == 1
+        job.finish()
 
 
 def _in_child(model: Model, told: "multiprocessing.queues.Queue[str]") -> None:
@@ -104,13 +107,15 @@ def test_a_controller_that_was_away_is_found_again_soon(controller: FakeControll
     assert dict(wire.CHANNEL_OPTIONS)["grpc.max_reconnect_backoff_ms"] <= 2000
     with Cluster(Connection(Target(controller.endpoint, controller.token), Retry(60.0, 0.05, 0.2))) as cluster:
         controller.stop()
-        thread = threading.Thread(target=lambda: cluster.job("late"))
+        jobs: list[Job] = []
+        thread = threading.Thread(target=lambda: jobs.append(cluster.job("late")))
         thread.start()
         time.sleep(17)
         controller.start()
         back = time.monotonic()
         thread.join(30)
         assert time.monotonic() - back < 3.0
+        jobs[0].finish()
 
 
 def test_many_cancels_take_one_thread(controller: FakeController, model: Model) -> None:
@@ -137,3 +142,10 @@ def test_calls_end_when_the_streams_thread_does(job: Job, model: Model, monkeypa
     monkeypatch.setattr(job._stream, "_receive", defect)
     with pytest.raises(plexrl.PlexRLError, match="attach to the job again"):
         model.generate.submit([[1]], max_tokens=1).result(10)
+
+
+def test_a_jobs_own_random_numbers_are_left_alone() -> None:
+    """A job seeds `random` once and wants the same run again, however often the SDK had to wait for the controller."""
+    before = random.getstate()
+    assert Retry().delay_s(3) > 0
+    assert random.getstate() == before
