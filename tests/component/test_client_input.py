@@ -60,11 +60,21 @@ def test_a_closed_connection_says_so(cluster: Cluster) -> None:
         model.resume()
 
 
-def test_every_loss_that_workers_offer_is_taken() -> None:
-    batch = t.TokenBatch(token_ids=wire.tensor([1, 2], "int32"), lengths=wire.tensor([2], "int32"))
+_ARRAYS_OF_LOSS = {
+    t.LOSS_CROSS_ENTROPY: (),
+    t.LOSS_GRPO: ("advantages", "old_logprobs", "ref_logprobs"),
+    t.LOSS_LINEAR: ("logprob_grads",),
+}
+
+
+@pytest.mark.parametrize("loss", [loss for loss in t.Loss.values() if loss != t.LOSS_UNSPECIFIED])
+def test_every_loss_that_the_protocol_has_is_taken(loss: t.Loss.ValueType) -> None:
     values = wire.tensor([0.0, 1.0], "float32")
     spec = t.ForwardBackwardSpec(
-        batch=batch, loss=t.LOSS_CISPO, weights=values, advantages=values, old_logprobs=values,
-        params=t.LossParams(clip_low=0.1, clip_high=0.2),
-    )  # fmt: skip
+        batch=t.TokenBatch(token_ids=wire.tensor([1, 2], "int32"), lengths=wire.tensor([2], "int32")),
+        loss=loss,
+        weights=values,
+    )
+    for array in _ARRAYS_OF_LOSS.get(loss, ("advantages", "old_logprobs")):
+        getattr(spec, array).CopyFrom(values)
     check_spec(t.CallSpec(forward_backward=spec))
