@@ -8,7 +8,7 @@ what runs is what users run. What it cannot name is what the controller never wr
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -70,6 +70,9 @@ PULL_POINTS = {
 `fault_transfers` holds it up.
 """
 
+
+_LOST = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+"""What asyncpg raises of a server that is killed at any moment, while it connects too."""
 
 _WAIT = f"""
 CREATE OR REPLACE FUNCTION wait_at_point() RETURNS trigger AS $$
@@ -141,7 +144,7 @@ class FaultDatabase:
             try:
                 self._connection = await asyncpg.connect(**self._address)
                 return
-            except (OSError, asyncpg.PostgresError):
+            except _LOST:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
@@ -175,13 +178,17 @@ class FaultDatabase:
             await self.release()
 
     async def release(self) -> None:
-        """Lets go of whatever waits; a database that died has let go by itself."""
-        try:
-            await self.connection.execute("DELETE FROM fault_point")
-            await self.connection.execute("SELECT pg_advisory_unlock_all()")
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        """Lets go of whatever waits; a database that died has let go by itself. So may the next."""
+        for _ in range(9):
+            with suppress(*_LOST):
+                await self._release()
+                return
             await self.connect()
-            await self.connection.execute("DELETE FROM fault_point")
+        await self._release()
+
+    async def _release(self) -> None:
+        await self.connection.execute("DELETE FROM fault_point")
+        await self.connection.execute("SELECT pg_advisory_unlock_all()")
 
 
 _WRITTEN = {"new calls": "INSERT", "calls": "UPDATE", "models": "UPDATE", "events": "INSERT", "intervals": "INSERT"}
