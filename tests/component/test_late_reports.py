@@ -90,6 +90,31 @@ async def test_checkpoints_that_are_heard_of_while_an_older_copy_is_restored_tak
         assert leader.core.ledger.models[model.model_id].log_start > 0
 
 
+async def test_a_load_that_is_heard_of_before_the_call_before_it_while_an_older_copy_is_restored() -> None:
+    """The older copy needs what the load makes needless: the late call would be executed again on another state."""
+    async with running_leader() as leader:
+        await leader.join()
+        model = await leader.model(await leader.job())
+        await leader.submit(model, specs.forward_backward(), 1)
+        await leader.work()
+        late = await leader.submit(model, specs.forward_backward(), 2)
+        heard = await leader.submit(model, specs.forward_backward(), 3)
+        load = await leader.submit(model, specs.load(), 4)
+        await leader.settle()
+        by_call = {report.call.call_id: report for report in leader.worker.run() if report.HasField("finished")}
+        await hear(leader, by_call[heard.call_id])
+        leader.worker.models.clear()
+        await hear(leader, worker_pb2.Report(deployments=[gone(model)]))
+        assert len(deploys(leader)) == 1
+        await hear(leader, by_call[load.call_id], by_call[late.call_id])
+        await leader.work()
+        calls = [leader.core.ledger.calls[CallId(call.call_id)] for call in (late, heard, load)]
+        assert [call.state for call in calls] == [CallState.SUCCEEDED] * 3
+        assert leader.core.ledger.models[model.model_id].state is ModelState.PLACED
+        assert leader.core.replay_divergences == 0
+        assert leader.worker.models[model.model_id].state == (), "what was loaded is the base"
+
+
 async def test_only_the_newest_order_to_restore_a_state_says_that_it_is_there() -> None:
     async with running_leader() as leader:
         await leader.join()

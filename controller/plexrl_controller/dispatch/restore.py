@@ -84,6 +84,10 @@ def cover(batch: Batch, model: Model, limit_bytes: int) -> None:
 def begin_log(batch: Batch, model: Model, load: Call) -> None:
     """The state is what was loaded: nothing before it will ever be executed again, but for a pull that itself."""
     start = load.sequence if load.source_model_id is None else load.sequence - 1
+    recovery = batch.ledger.recoveries.get(model.model_id)
+    if recovery is not None and recovery.point.sequence < start and model.log_start <= start:
+        # It was heard of while an older copy was being restored, which needs all that came after it.
+        return
     if model.log_start > start:
         # Given up with a lost state, the log began above it: it begins anew with this.
         batch.update(model, log_start=start)
